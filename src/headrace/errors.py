@@ -1,0 +1,126 @@
+"""The error tree. Standard library only.
+
+HeadraceError                     kind, message and what to do; exit code 1
+├── ConfigError                   wrong settings or recipe; exit code 2; holds every problem found, not only the first
+├── RecipeError                   the recipe's Python or data is wrong; exit code 2
+├── ModelError                    a model that cannot be loaded or served; names what is missing; exit code 2
+├── WaitTimeoutError              a named wait passed its limit
+├── WorkerLostError               a role's process ended or stopped answering
+├── NoProgressError               the run cannot go on: every task fails, or no group carries signal
+├── DivergedError                 updates were refused too often
+├── CheckpointError               cannot be written or read
+└── InvariantError                a bug in headrace: report it with events.jsonl
+    ├── StaleTokenError           an unmarked token beyond max_staleness would get weight (I6)
+    └── LedgerError               the ledger does not close (I7)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with a file or setting."""
+
+    message: str
+    file: str | None = None
+    key: str | None = None
+    value: object = None
+    limit: str | None = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.file}: {self.message}" if self.file else self.message
+        if self.remedy:
+            text += f" {self.remedy}"
+        return text
+
+
+class HeadraceError(Exception):
+    """Base of all. `remedy` says what to do; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}" if self.remedy else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.__dict__.copy(), self.args))
+
+    def as_json(self) -> dict[str, object]:
+        """The `error` object of CONTRACTS."""
+        return {"kind": self.kind, "message": self.message, "file": None, "key": None, "value": None, "limit": None, "remedy": self.remedy}
+
+
+class ConfigError(HeadraceError):
+    exit_code = 2
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+    def as_json(self) -> dict[str, object]:
+        first = self.problems[0]
+        value = first.value if isinstance(first.value, str | int | float | bool | None) else repr(first.value)
+        return {
+            "kind": self.kind, "message": self.message, "file": first.file, "key": first.key, "value": value, "limit": first.limit,
+            "remedy": first.remedy,
+        }  # fmt: skip
+
+
+class RecipeError(HeadraceError):
+    exit_code = 2
+
+
+class ModelError(HeadraceError):
+    exit_code = 2
+
+
+class WaitTimeoutError(HeadraceError):
+    pass
+
+
+class WorkerLostError(HeadraceError):
+    pass
+
+
+class NoProgressError(HeadraceError):
+    pass
+
+
+class DivergedError(HeadraceError):
+    pass
+
+
+class CheckpointError(HeadraceError):
+    pass
+
+
+class InvariantError(HeadraceError):
+    def __init__(self, message: str) -> None:
+        super().__init__(message, remedy="This is a bug in headrace, please report it with events.jsonl.")
+
+
+class StaleTokenError(InvariantError):
+    pass
+
+
+class LedgerError(InvariantError):
+    pass
+
+
+def _rebuild(kind: type[HeadraceError], state: dict[str, object], args: tuple[object, ...]) -> HeadraceError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,1 @@
+"""Layer 2: losses, corrections, batches, ranks, checkpoints."""

@@ -1,0 +1,1 @@
+"""Layer 2: the experience pool between samplers and learner."""

@@ -1,0 +1,1 @@
+"""Layer 5: reads events only."""

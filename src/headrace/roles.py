@@ -1,0 +1,217 @@
+"""The architecture in one file: who does what, as protocols. Siblings of layer 2 meet here and in types, never directly.
+
+    TaskSource -> RolloutWorker (Sampler <-> Environment, per step) -> ExperiencePool -> Learner -> WeightWriter -> WeightReader
+                                            ^------------------- Conductor moves all of it -------------------^
+
+A protocol exists only where two implementations do: local processes, in-process hosting for tests, Ray, the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from headrace.types import (
+    Action,
+    Completion,
+    FinishedRollout,
+    Observation,
+    Outcome,
+    PolicyVersion,
+    RolloutKey,
+    RolloutRequest,
+    SampleRequest,
+    Selection,
+    Task,
+    UpdateResult,
+    WeightUpdate,
+    WorkerActivity,
+    WorkerReport,
+)
+
+
+class TaskSource(Protocol):
+    """Tasks in a seeded order, epoch after epoch."""
+
+    position: int
+    """Tasks handed out so far; setting it resumes there."""
+
+    def next(self) -> Task:
+        """Raises StopIteration only when a limited number of epochs is used up."""
+        ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Single-use, async. A failure raised here becomes an end reason, never a crash."""
+
+    async def reset(self, task: Task) -> Observation: ...
+
+    async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]: ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that headrace uses."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class Sampler(Protocol):
+    """Continuous batching: many `sample` calls run at once, one decode step serves them all.
+
+    Takes up published weights between two decode steps by itself.
+    """
+
+    max_running: int
+    """Decode slots."""
+    max_context_tokens: int
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Weights in use."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold or wait for a decode slot."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Cumulative, evaluation left out; discarded tokens included."""
+        ...
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Raises PromptTooLongError-like HeadraceError for one request only; others go on (case 14)."""
+        ...
+
+    def release(self, key: RolloutKey) -> None:
+        """The rollout takes no further step: its KV cache is free. Unknown keys are ignored."""
+        ...
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token given those before it, temperature 1, under the weights in use; [len - 1] each."""
+        ...
+
+    def wake(self) -> None:
+        """New weights were announced: take them up even when nothing is running."""
+        ...
+
+    def hold_weights(self, held: bool) -> None:
+        """True pins the weights in use (evaluation) until False."""
+        ...
+
+    def take_activity(self) -> WorkerActivity:
+        """Decode work since the last call."""
+        ...
+
+    async def run(self, waiting_for: WaitingFor) -> None:
+        """Steps the engine until cancelled. `waiting_for()` names why there is nothing to run: `environment` or `admission`."""
+        ...
+
+
+class WaitingFor(Protocol):
+    def __call__(self) -> str: ...
+
+
+class RolloutWorker(Protocol):
+    """A sampler and the rollouts it serves. In the local runtime a process, in tests an object in the same loop."""
+
+    name: str
+
+    async def start(self, requests: Sequence[RolloutRequest]) -> None:
+        """Begin these rollouts. Returns at once."""
+        ...
+
+    async def next_report(self) -> WorkerReport:
+        """Waits for the next message: finished rollouts, more room, an acknowledgement or a heartbeat."""
+        ...
+
+    async def announce(self, update: WeightUpdate) -> None:
+        """New weights are published. Returns at once; the worker's reports acknowledge."""
+        ...
+
+    async def cancel(self, keys: Sequence[RolloutKey]) -> None:
+        """End these rollouts as CANCELLED; they are reported as finished."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class ScorePolicy(Protocol):
+    """What a recipe's `evaluate` function gets: one pinned policy version."""
+
+    version: PolicyVersion
+    tokenizer: Tokenizer
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Sampler.score."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Holds its own copy of the weights of one version; never disturbs the rollouts (case 17)."""
+
+    async def evaluate(self, version: PolicyVersion, requests: Sequence[RolloutRequest], tasks: Sequence[Task]) -> EvaluationResult:
+        """Pins the newest weights (at least `version`), runs the requests and the recipe's `evaluate(policy, tasks)`."""
+        ...
+
+
+class EvaluationResult(Protocol):
+    version: PolicyVersion
+    finished: tuple[FinishedRollout, ...]
+    metrics: Mapping[str, float]
+
+
+class Learner(Protocol):
+    """On one or several ranks; the gradient does not depend on their number (I8)."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    async def learn(self, selection: Selection) -> UpdateResult: ...
+
+    async def publish(self) -> WeightUpdate:
+        """Makes the newest weights readable by every sampler. Never waits for a reader."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """A Hugging Face directory plus optimizer state, whole or absent."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class WeightReader(Protocol):
+    """A sampler's end of the weight channel."""
+
+    def newest_version(self) -> PolicyVersion | None:
+        """Cheap (a memory read): called between any two decode steps. None before the first publish."""
+        ...
+
+    def load_into(self, parameters: Mapping[str, Any]) -> PolicyVersion:
+        """Copies the newest whole set of weights into these tensors, in place, and returns its version.
+
+        The tensors never hold a mixture: data is staged, verified, then copied. Raises WaitTimeoutError when no whole set
+        could be read in time.
+        """
+        ...
+
+
+class WeightWriter(Protocol):
+    """The learner's end of the weight channel."""
+
+    def publish(self, parameters: Mapping[str, Any], version: PolicyVersion) -> WeightUpdate:
+        """Versions must rise strictly (I1); ValueError otherwise."""
+        ...
+
+
+class EventSink(Protocol):
+    """Where roles and conductor put events; watch and report only read what comes out."""
+
+    def emit(self, event: Any) -> None: ...

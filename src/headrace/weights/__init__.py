@@ -1,0 +1,1 @@
+"""Layer 2: how new weights reach the samplers."""
