@@ -71,7 +71,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("the virtual clock knows no threads: use in-process roles")
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 (asyncio's signature)
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         pass
 
 

@@ -1,0 +1,70 @@
+"""A recipe's Python: finding it, importing it, calling its functions. It is the user's own code and runs with the user's rights."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import RecipeError
+
+
+class RecipeCode:
+    """The module of a recipe (`task.module`) and the options its functions may take.
+
+    Loads lazily and can be pickled to other processes, which import the file again.
+    """
+
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
+        self.path = path
+        self.options = dict(options)
+        self._module: ModuleType | None = None
+
+    def __getstate__(self) -> tuple[Path, dict[str, Any]]:
+        return self.path, self.options
+
+    def __setstate__(self, state: tuple[Path, dict[str, Any]]) -> None:
+        self.path, self.options = state
+        self._module = None
+
+    def resolve(self, reference: str) -> Callable[..., Any]:
+        """The function or class that `MODULE:NAME` names, its options bound. Raises RecipeError naming file and name."""
+        stem, _, name = reference.partition(":")
+        if not name or stem != self.path.stem:
+            raise RecipeError(f"{self.path}: '{reference}' is not of the form '{self.path.stem}:NAME'.", remedy=f"Write '{self.path.stem}:{name or stem}'.")
+        found = getattr(self._load(), name, None)
+        if found is None or not callable(found):
+            raise RecipeError(f"{self.path}: there is no function or class '{name}'.", remedy="Define it, or correct the setting that names it.")
+        return self._with_options(found)
+
+    def digest(self) -> str:
+        """Hash of the module's text and the options: caches key on it."""
+        return hashlib.sha256(self.path.read_bytes() + repr(sorted(self.options.items())).encode()).hexdigest()
+
+    def _with_options(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters
+        bound = {key: value for key, value in self.options.items() if key in parameters}
+        return partial(function, **bound) if bound else function
+
+    def _load(self) -> ModuleType:
+        if self._module is None:
+            if not self.path.is_file():
+                raise RecipeError(f"{self.path}: the recipe's module does not exist.", remedy="Create it or correct task.module.")
+            name = f"headrace_recipe_{self.path.stem}_{hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:8]}"
+            spec = importlib.util.spec_from_file_location(name, self.path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except Exception as error:
+                del sys.modules[name]
+                raise RecipeError(f"{self.path}: importing it raised {type(error).__name__}: {error}") from error
+            self._module = module
+        return self._module
