@@ -1,0 +1,1 @@
+"""Scripted roles: fakes that validate what they get."""
