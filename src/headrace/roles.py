@@ -90,8 +90,16 @@ class Sampler(Protocol):
         """Raises PromptTooLongError-like HeadraceError for one request only; others go on (case 14)."""
         ...
 
-    def release(self, key: RolloutKey) -> None:
-        """The rollout takes no further step: its KV cache is free. Unknown keys are ignored."""
+    def release(self, key: RolloutKey) -> int:
+        """The rollout takes no further step: its KV cache is free. Unknown keys are ignored.
+
+        Returns the tokens drawn for it that no completion delivered, because its `sample` call was cancelled or failed (0
+        otherwise): they are in `generated_tokens`, so somebody has to account for them (I7).
+        """
+        ...
+
+    async def applied(self, version: PolicyVersion) -> None:
+        """Returns as soon as weights of at least `version` are in use."""
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -163,9 +171,14 @@ class Evaluator(Protocol):
 
 
 class EvaluationResult(Protocol):
-    version: PolicyVersion
-    finished: tuple[FinishedRollout, ...]
-    metrics: Mapping[str, float]
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def finished(self) -> tuple[FinishedRollout, ...]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Learner(Protocol):

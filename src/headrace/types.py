@@ -174,6 +174,8 @@ class SampleRequest:
     """True when another step may follow: the sampler keeps the KV cache within its memory budget until `release`."""
     key_weight: float = 0.0
     """Mark of this action, for samplers that take up weights at key steps."""
+    evaluation: bool = False
+    """True: its tokens do not count in Sampler.generated_tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
