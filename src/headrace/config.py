@@ -219,6 +219,7 @@ class CheckpointSettings(Section):
 class LimitSettings(Section):
     startup_seconds: float = Field(300.0, description="For a role to start.", gt=0)
     batch_seconds: float = Field(1800.0, description="For the next batch to be ready.", gt=0)
+    report_seconds: float = Field(120.0, description="Without a sign of life from a rollout worker.", gt=0)
     learn_seconds: float = Field(1800.0, description="For one batch to be learned.", gt=0)
     apply_seconds: float = Field(120.0, description="For a sampler to take up new weights where that is waited for.", gt=0)
     evaluate_seconds: float = Field(1800.0, description="For one evaluation.", gt=0)

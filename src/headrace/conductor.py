@@ -1,0 +1,362 @@
+"""The conductor drives three loops and moves things between the roles; it never touches a token or a step.
+
+    roll_out   takes: room at a worker, admission by the pool, the next task   gives: requests to workers
+               waits for: room, admission                                      woken by: reports, retirements
+    collect    takes: a worker's reports                                       gives: trajectories to the pool
+               waits for: the worker                                           woken by: its messages
+    learn      takes: a batch from the pool                                    gives: updates; announces weights; retires
+               waits for: the pool, the learner                                woken by: additions, results
+    evaluate   takes: a version that is due                                    gives: evaluations
+               waits for: learn                                                woken by: updates
+
+Synchronous is the same loops with a bound of 0: admission lets exactly one batch out, `learn` waits until every sampler has
+taken up the update, and only then retires the batch, which frees the admission for the next one. Whoever moves `retire`
+before the acknowledgement breaks I6 at max_staleness 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace import events as ev
+from headrace.clock import Waits, now
+from headrace.config import Settings
+from headrace.errors import DivergedError, HeadraceError, NoProgressError
+from headrace.pool.pool import ExperiencePool
+from headrace.roles import EvaluationResult, Evaluator, EventSink, Learner, RolloutWorker, TaskSource
+from headrace.statistics import mean_with_interval
+from headrace.types import (
+    FinishedRollout,
+    PolicyVersion,
+    RolloutKey,
+    RolloutRequest,
+    SamplingParameters,
+    Selection,
+    Task,
+    UpdateResult,
+    WorkerReport,
+)
+
+_WATCHDOG_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What the conductor knows of one worker."""
+
+    worker: RolloutWorker
+    version: PolicyVersion
+    room: int = 0
+    in_flight: int = 0
+    longest_wait: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Everything the conductor drives, made by a runtime."""
+
+    source: TaskSource
+    workers: Sequence[RolloutWorker]
+    learner: Learner
+    evaluator: Evaluator | None
+
+
+class Conductor:
+    def __init__(
+        self,
+        settings: Settings,
+        roles: Roles,
+        *,
+        sampling: SamplingParameters,
+        evaluation_sampling: SamplingParameters,
+        evaluation_tasks: Sequence[Task],
+        events: EventSink,
+        checkpoint_directory: Path | None,
+    ) -> None:
+        self.settings = settings
+        self.source, self.learner, self.evaluator = roles.source, roles.learner, roles.evaluator
+        self.pool = ExperiencePool(settings)
+        self.waits = Waits()
+        self.sampling, self.evaluation_sampling = sampling, evaluation_sampling
+        self.evaluation_tasks = evaluation_tasks
+        self.events = events
+        self.checkpoint_directory = checkpoint_directory
+        self.last_checkpoint: Path | None = None
+        self._states = {worker.name: WorkerState(worker, self.learner.version) for worker in roles.workers}
+        self._changed = asyncio.Condition()
+        self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
+        self._failed_in_a_row = 0
+        self._empty_in_a_row = 0
+        self._refused_in_a_row = 0
+
+    async def run(self) -> None:
+        """Trains until num_updates. Raises the first HeadraceError of any loop; cancelling it ends every loop."""
+        await self._publish()
+        await self._evaluate(self.learner.version)
+        self.events.emit(ev.TimedWindow(phase="start"))
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(self._collect(state)) for state in self._states.values()]
+                background += [group.create_task(self._roll_out()), group.create_task(self._watch_waits())]
+                evaluating = group.create_task(self._evaluate_when_due())
+                await self._learn()
+                self.events.emit(ev.TimedWindow(phase="end"))
+                for task in background:
+                    task.cancel()
+                self._due.shutdown() if hasattr(self._due, "shutdown") else self._due.put_nowait(_END)
+                await evaluating
+        except BaseExceptionGroup as group_error:
+            raise _first(group_error) from group_error
+        await self._save()
+        await self._evaluate(self.learner.version)
+
+    # --- the loops ---------------------------------------------------------------------------------------------------------
+
+    async def _roll_out(self) -> None:
+        while True:
+            await self._wait_changed(lambda: any(state.room > 0 for state in self._states.values()))
+            reservation = await self.pool.reserve(self.source.next(), learner_version=self.learner.version, sampler_version=self._oldest_version())
+            task = reservation.task
+            self.events.emit(ev.GroupReserved(group_id=reservation.group_id, task_id=task.id, task_kind=task.kind, size=len(reservation.keys)))
+            requests: dict[str, list[RolloutRequest]] = {}
+            for key in reservation.keys:
+                state = self._roomiest()
+                state.room -= 1
+                requests.setdefault(state.worker.name, []).append(self._request(key, task))
+            for name, batch in requests.items():
+                await self._states[name].worker.start(batch)
+
+    async def _collect(self, state: WorkerState) -> None:
+        while True:
+            report = await self.waits.limited(
+                state.worker.next_report(),
+                lambda: f"conductor waits for a sign of life from {state.worker.name}",
+                self.settings.limits.report_seconds,
+                "It may be blocked by the recipe's Python, or its machine may be overloaded; raise limits.report_seconds if that is expected.",
+            )
+            self.pool.ledger.report_generated(report.worker, report.generated_tokens)
+            for finished in report.finished:
+                await self._add(finished, state)
+            self._note(state, report)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _learn(self) -> None:
+        limits = self.settings.limits
+        while self.learner.version.number < self.settings.run.num_updates:
+            started = now()
+            selection = await self.waits.limited(
+                self.pool.take(learner_version=self.learner.version),
+                lambda: f"learner waits for a batch: {self.pool.waiting_text(self.learner.version)}{self._oldest_wait()}",
+                limits.batch_seconds,
+                "Raise limits.batch_seconds, pool.max_staleness or run.num_samplers, or lower rollout.max_seconds.",
+            )
+            self._note_selection(selection, now() - started)
+            if not selection.members:
+                self._count_empty(selection)
+                continue
+            result = await self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
+            if result.version_after > result.version_before:
+                version = await self._publish()
+                if self.settings.waits_for_acknowledgements:
+                    await self._wait_applied(version)
+            self.pool.retire(selection, result)
+            self._note_update(selection, result)
+            await self._after_update(result)
+
+    async def _evaluate_when_due(self) -> None:
+        while (version := await self._due.get()) is not _END:
+            await self._evaluate(version)
+
+    async def _watch_waits(self) -> None:
+        """Writes down who waits for whom when it lasts."""
+        while True:
+            await asyncio.sleep(_WATCHDOG_SECONDS)
+            long = [(name, round(seconds, 1)) for name, seconds in self.waits.current() if seconds >= _WATCHDOG_SECONDS]
+            if long:
+                self.events.emit(ev.Waiting(waits=long))
+
+    # --- verbs -------------------------------------------------------------------------------------------------------------
+
+    async def _publish(self) -> PolicyVersion:
+        """Makes the learner's weights the newest and says so. Nobody waits for a sampler here."""
+        update = await self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", self.settings.limits.learn_seconds)
+        self.events.emit(ev.WeightsPublished(version=update.version.number, lineage=update.version.lineage, bytes=update.num_bytes, seconds=update.publish_seconds))
+        for state in self._states.values():
+            await state.worker.announce(update)
+        return update.version
+
+    async def _wait_applied(self, version: PolicyVersion) -> None:
+        def late() -> list[str]:
+            return [name for name, state in self._states.items() if state.version < version]
+
+        await self.waits.limited(
+            self._wait_changed(lambda: not late()),
+            lambda: f"conductor waits for {', '.join(late())} to take up version {version}",
+            self.settings.limits.apply_seconds,
+            "The sampler may be stuck in a decode step or in the recipe's Python; raise limits.apply_seconds if the weights are large.",
+        )
+
+    async def _add(self, finished: FinishedRollout, state: WorkerState) -> None:
+        summary = finished.summary
+        result = self.pool.add(finished)
+        numbers = [count.version.number for count in summary.versions] or [state.version.number]
+        key = summary.key
+        self.events.emit(
+            ev.RolloutFinished(
+                role=state.worker.name, group=key.group_id, member=key.member, attempt=key.attempt, kind=summary.task_kind, reward=summary.reward,
+                end=summary.end_reason, steps=summary.num_steps, keys=summary.num_key_steps, tokens=summary.num_action_tokens,
+                versions=[numbers[0], numbers[-1]], seconds=summary.seconds, wait_seconds=summary.wait_seconds,
+            )
+        )  # fmt: skip
+        if not summary.failed:
+            self._failed_in_a_row = 0
+            return
+        self.events.emit(
+            ev.RolloutFailed(
+                role=state.worker.name, group=key.group_id, member=key.member, attempt=key.attempt, task_id=summary.task_id,
+                reason=summary.end_reason, error=summary.error or "", retried=result.retry is not None,
+            )
+        )  # fmt: skip
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self.settings.run.max_failed_rollouts_in_a_row:
+            raise NoProgressError(
+                f"{self._failed_in_a_row} rollouts in a row failed; the last was task '{summary.task_id}': {summary.end_reason}: {summary.error}",
+                remedy="Mend the environment or reward, or raise run.max_failed_rollouts_in_a_row.",
+            )
+        if result.retry is not None:
+            await state.worker.start([self._request(result.retry, self.pool.task_of(result.retry))])
+
+    async def _evaluate(self, version: PolicyVersion) -> None:
+        if self.evaluator is None:
+            return
+        samples = self.settings.evaluation.samples_per_task
+        keys = ((index, sample) for index in range(len(self.evaluation_tasks)) for sample in range(samples))
+        requests = [
+            RolloutRequest(
+                key=RolloutKey(index, sample, 0), task=self.evaluation_tasks[index], seed=self.settings.run.seed, sampling=self.evaluation_sampling, evaluation=True
+            )
+            for index, sample in keys
+        ]
+        started = now()
+        result = await self.waits.limited(
+            self.evaluator.evaluate(version, requests, self.evaluation_tasks), f"evaluation of version {version}", self.settings.limits.evaluate_seconds
+        )
+        self.events.emit(evaluated(self.settings, result, now() - started))
+
+    async def _after_update(self, result: UpdateResult) -> None:
+        before, after = result.version_before.number, result.version_after.number
+        every = self.settings.checkpoint.every_updates
+        if every and before // every != after // every and after < self.settings.run.num_updates:
+            await self._save()
+        every = self.settings.evaluation.every_updates
+        if every and before // every != after // every and after < self.settings.run.num_updates and self._due.empty():
+            self._due.put_nowait(result.version_after)
+
+    async def _save(self) -> None:
+        if self.checkpoint_directory is None:
+            return
+        started, version = now(), self.learner.version
+        path = self.checkpoint_directory / f"update_{version.number:06d}"
+        await self.waits.limited(self.learner.save(path), f"conductor waits for the learner to save {path.name}", self.settings.limits.save_seconds)
+        self.last_checkpoint = path
+        self.events.emit(ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=now() - started))
+
+    # --- notes -------------------------------------------------------------------------------------------------------------
+
+    def _note(self, state: WorkerState, report: WorkerReport) -> None:
+        if report.version > state.version:
+            self.events.emit(ev.WeightsApplied(role=report.worker, version=report.version.number, lineage=report.version.lineage))
+        state.version, state.room, state.in_flight = report.version, report.room, report.in_flight
+        state.longest_wait = report.longest_wait
+        if report.activity is not None:
+            self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity))
+
+    def _note_selection(self, selection: Selection, wait_seconds: float) -> None:
+        self.events.emit(
+            ev.SelectionTaken(
+                selection=selection.id, learner_version=selection.learner_version.number, lineage=selection.learner_version.lineage,
+                trajectories=len(selection.members), filtered=len(selection.filtered), wait_seconds=wait_seconds,
+            )
+        )  # fmt: skip
+
+    def _note_update(self, selection: Selection, result: UpdateResult) -> None:
+        self._empty_in_a_row = 0
+        version = result.version_after
+        self.events.emit(
+            ev.Updated(
+                role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=self.pool.reward_mean(selection),
+                seconds=result.seconds, busy_seconds=result.busy_seconds, refused=result.refused, statistics=result.statistics,
+            )
+        )  # fmt: skip
+        self.pool.ledger.check()
+        self.events.emit(ev.LedgerClosed(ledger=self.pool.ledger.snapshot(at_update=version.number, lineage=version.lineage)))
+        self._refused_in_a_row = self._refused_in_a_row + 1 if version == result.version_before else 0
+        if self._refused_in_a_row >= self.settings.learner.max_refused_updates:
+            raise DivergedError(
+                f"{self._refused_in_a_row} updates in a row were refused: {result.refused}",
+                remedy="Lower learner.learning_rate or pool.max_staleness, or start from an earlier checkpoint.",
+            )
+
+    def _count_empty(self, selection: Selection) -> None:
+        self.pool.retire(selection, None)
+        self._empty_in_a_row += 1
+        if self._empty_in_a_row >= self.settings.run.max_empty_batches:
+            raise NoProgressError(
+                f"{self._empty_in_a_row} batches in a row held no group with different rewards (mean reward {self.pool.reward_mean(selection):.3g}): nothing to learn from.",
+                remedy="The policy has solved the tasks or never solves one: change the tasks, rollout.temperature or rollout.group_size.",
+            )
+
+    # --- small things ------------------------------------------------------------------------------------------------------
+
+    def _request(self, key: RolloutKey, task: Task) -> RolloutRequest:
+        return RolloutRequest(key=key, task=task, seed=self.settings.run.seed, sampling=self.sampling)
+
+    def _roomiest(self) -> WorkerState:
+        return max(self._states.values(), key=lambda state: state.room)
+
+    def _oldest_version(self) -> PolicyVersion:
+        return min(state.version for state in self._states.values())
+
+    def _oldest_wait(self) -> str:
+        waits = [state.longest_wait for state in self._states.values() if state.longest_wait]
+        return f"; {'; '.join(waits)}" if waits else ""
+
+    async def _wait_changed(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+
+_END = PolicyVersion(-1, -1)
+
+
+def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> ev.Evaluated:
+    """The event of one evaluation: the configured metric with its 95 % interval, and every other number beside it."""
+    rewards = [finished.summary.reward for finished in result.finished if not finished.summary.failed]
+    metrics = dict(result.metrics)
+    mean, half_width = mean_with_interval(rewards)
+    if rewards:
+        metrics.setdefault("reward", mean)
+    metric = settings.evaluation.metric
+    if metric != "reward":
+        mean, half_width = metrics[metric], metrics.get(f"{metric}_interval95", 0.0)
+    return ev.Evaluated(
+        role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
+        num_rollouts=len(rewards), metrics=metrics, seconds=seconds,
+    )  # fmt: skip
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: a HeadraceError before any other, the first of them."""
+    flat: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            flat.append(error)
+    return next((error for error in flat if isinstance(error, HeadraceError)), flat[0])
