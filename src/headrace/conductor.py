@@ -25,9 +25,9 @@ from headrace import events as ev
 from headrace.clock import Waits, now
 from headrace.config import Settings
 from headrace.errors import DivergedError, HeadraceError, NoProgressError
+from headrace.evaluation import evaluated, evaluation_requests
 from headrace.pool.pool import ExperiencePool
-from headrace.roles import EvaluationResult, Evaluator, EventSink, Learner, RolloutWorker, TaskSource
-from headrace.statistics import mean_with_interval
+from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource
 from headrace.types import (
     FinishedRollout,
     PolicyVersion,
@@ -184,7 +184,9 @@ class Conductor:
     async def _publish(self) -> PolicyVersion:
         """Makes the learner's weights the newest and says so. Nobody waits for a sampler here."""
         update = await self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", self.settings.limits.learn_seconds)
-        self.events.emit(ev.WeightsPublished(version=update.version.number, lineage=update.version.lineage, bytes=update.num_bytes, seconds=update.publish_seconds))
+        self.events.emit(
+            ev.WeightsPublished(version=update.version.number, lineage=update.version.lineage, bytes=update.num_bytes, seconds=update.publish_seconds)
+        )
         for state in self._states.values():
             await state.worker.announce(update)
         return update.version
@@ -203,24 +205,11 @@ class Conductor:
     async def _add(self, finished: FinishedRollout, state: WorkerState) -> None:
         summary = finished.summary
         result = self.pool.add(finished)
-        numbers = [count.version.number for count in summary.versions] or [state.version.number]
-        key = summary.key
-        self.events.emit(
-            ev.RolloutFinished(
-                role=state.worker.name, group=key.group_id, member=key.member, attempt=key.attempt, kind=summary.task_kind, reward=summary.reward,
-                end=summary.end_reason, steps=summary.num_steps, keys=summary.num_key_steps, tokens=summary.num_action_tokens,
-                versions=[numbers[0], numbers[-1]], seconds=summary.seconds, wait_seconds=summary.wait_seconds,
-            )
-        )  # fmt: skip
+        self.events.emit(ev.RolloutFinished.of(summary, role=state.worker.name))
         if not summary.failed:
             self._failed_in_a_row = 0
             return
-        self.events.emit(
-            ev.RolloutFailed(
-                role=state.worker.name, group=key.group_id, member=key.member, attempt=key.attempt, task_id=summary.task_id,
-                reason=summary.end_reason, error=summary.error or "", retried=result.retry is not None,
-            )
-        )  # fmt: skip
+        self.events.emit(ev.RolloutFailed.of(summary, role=state.worker.name, retried=result.retry is not None))
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.settings.run.max_failed_rollouts_in_a_row:
             raise NoProgressError(
@@ -233,14 +222,7 @@ class Conductor:
     async def _evaluate(self, version: PolicyVersion) -> None:
         if self.evaluator is None:
             return
-        samples = self.settings.evaluation.samples_per_task
-        keys = ((index, sample) for index in range(len(self.evaluation_tasks)) for sample in range(samples))
-        requests = [
-            RolloutRequest(
-                key=RolloutKey(index, sample, 0), task=self.evaluation_tasks[index], seed=self.settings.run.seed, sampling=self.evaluation_sampling, evaluation=True
-            )
-            for index, sample in keys
-        ]
+        requests = evaluation_requests(self.settings, self.evaluation_tasks, self.evaluation_sampling)
         started = now()
         result = await self.waits.limited(
             self.evaluator.evaluate(version, requests, self.evaluation_tasks), f"evaluation of version {version}", self.settings.limits.evaluate_seconds
@@ -288,7 +270,7 @@ class Conductor:
         version = result.version_after
         self.events.emit(
             ev.Updated(
-                role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=self.pool.reward_mean(selection),
+                role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=selection.reward_mean,
                 seconds=result.seconds, busy_seconds=result.busy_seconds, refused=result.refused, statistics=result.statistics,
             )
         )  # fmt: skip
@@ -306,7 +288,7 @@ class Conductor:
         self._empty_in_a_row += 1
         if self._empty_in_a_row >= self.settings.run.max_empty_batches:
             raise NoProgressError(
-                f"{self._empty_in_a_row} batches in a row held no group with different rewards (mean reward {self.pool.reward_mean(selection):.3g}): nothing to learn from.",
+                f"{self._empty_in_a_row} batches in a row held no group with different rewards (the last one's mean is {selection.reward_mean:.3g}).",
                 remedy="The policy has solved the tasks or never solves one: change the tasks, rollout.temperature or rollout.group_size.",
             )
 
@@ -331,22 +313,6 @@ class Conductor:
 
 
 _END = PolicyVersion(-1, -1)
-
-
-def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> ev.Evaluated:
-    """The event of one evaluation: the configured metric with its 95 % interval, and every other number beside it."""
-    rewards = [finished.summary.reward for finished in result.finished if not finished.summary.failed]
-    metrics = dict(result.metrics)
-    mean, half_width = mean_with_interval(rewards)
-    if rewards:
-        metrics.setdefault("reward", mean)
-    metric = settings.evaluation.metric
-    if metric != "reward":
-        mean, half_width = metrics[metric], metrics.get(f"{metric}_interval95", 0.0)
-    return ev.Evaluated(
-        role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
-        num_rollouts=len(rewards), metrics=metrics, seconds=seconds,
-    )  # fmt: skip
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from headrace.types import UpdateStatistics, WorkerActivity
+from headrace.types import TrajectorySummary, UpdateStatistics, WorkerActivity
 
 SCHEMA = 1
 
@@ -76,9 +76,18 @@ class RolloutFinished(Event):
     tokens: int
     """Action tokens."""
     versions: list[int]
-    """[oldest, newest] number."""
+    """[oldest, newest] number; empty when no token was drawn."""
     seconds: float
     wait_seconds: float
+
+    @classmethod
+    def of(cls, summary: TrajectorySummary, *, role: str) -> RolloutFinished:
+        key, numbers = summary.key, [count.version.number for count in summary.versions]
+        return cls(
+            role=role, group=key.group_id, member=key.member, attempt=key.attempt, kind=summary.task_kind, reward=summary.reward, end=summary.end_reason,
+            steps=summary.num_steps, keys=summary.num_key_steps, tokens=summary.num_action_tokens, versions=[numbers[0], numbers[-1]] if numbers else [],
+            seconds=summary.seconds, wait_seconds=summary.wait_seconds,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +102,13 @@ class RolloutFailed(Event):
     reason: str
     error: str
     retried: bool
+
+    @classmethod
+    def of(cls, summary: TrajectorySummary, *, role: str, retried: bool) -> RolloutFailed:
+        return cls(
+            role=role, group=summary.key.group_id, member=summary.key.member, attempt=summary.key.attempt, task_id=summary.task_id,
+            reason=summary.end_reason, error=summary.error or "", retried=retried,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

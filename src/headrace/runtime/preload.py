@@ -12,4 +12,15 @@ from headrace.rollout import evaluation, worker
 from headrace.sampler import transformers_sampler
 from headrace.weights import shared_memory
 
-__all__ = ["AutoModelForCausalLM", "AutoTokenizer", "core", "evaluation", "shared_memory", "torch", "transformers", "transformers_sampler", "warm_start", "worker"]
+__all__ = [
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "core",
+    "evaluation",
+    "shared_memory",
+    "torch",
+    "transformers",
+    "transformers_sampler",
+    "warm_start",
+    "worker",
+]

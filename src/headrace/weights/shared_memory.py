@@ -1,38 +1,18 @@
-"""Weight channel of one machine: shared memory without a name, two buffers, a seqlock. The writer never waits for a reader.
-
-Layout: a header of int64 words, then two buffers that hold all parameters back to back.
-
-    header: [started, newest, lineage of buffer 0, number of buffer 0, lineage of buffer 1, number of buffer 1]
-
-Publish k fills buffer k % 2: it sets `started` to k, writes the version and the parameters, then sets `newest` to k. A reader
-takes k from `newest`, copies the version and buffer k % 2 to a staging tensor, and looks at `started` again: what it copied is
-whole unless publish k + 2 has begun, and then it retries with the newest. Only a whole, verified staging tensor is copied into
-the model, so a forward never sees half an update (case 11). Each step is one aligned word, so a writer that is killed anywhere
-leaves the last whole set readable, and its successor goes on from there.
-
-The memory is a file that is unlinked before it is used: it lives as long as a process holds its descriptor and outlives no
-crash (I13).
-"""
+"""Both ends of the weight channel of one machine (weights/channel.py holds the memory and the rules of reading and writing)."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from headrace.errors import HeadraceError, ModelError, WaitTimeoutError
+from headrace.errors import ModelError, WaitTimeoutError
 from headrace.types import PolicyVersion, WeightUpdate
+from headrace.weights.channel import NEWEST, STARTED, VERSIONS, SharedMemoryChannel
 
-_HEADER_WORDS = 8
-_STARTED, _NEWEST, _VERSIONS = 0, 1, 2
 _ALIGNMENT = 64
 _READ_LIMIT_SECONDS = 30.0
 
@@ -76,50 +56,13 @@ class ParameterLayout:
         return result
 
 
-class SharedMemoryChannel:
-    """The memory itself. Made by the runtime for `num_bytes` of parameters; sent to the learner and every sampler.
-
-    Pickles only while a process is being started: the descriptor travels with it.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self.buffer_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        directory = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
-        with tempfile.TemporaryFile(dir=directory) as file:
-            size = mmap.PAGESIZE + 2 * self.buffer_bytes
-            try:
-                os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.truncate(size)
-            except OSError as error:
-                raise HeadraceError(
-                    f"The weight channel needs {size / 2**20:.0f} MiB in {directory or tempfile.gettempdir()}: {error.strerror}.",
-                    remedy="Free space there or enlarge it.",
-                ) from error
-            self._descriptor = os.dup(file.fileno())
-        self._map()
-
-    def _map(self) -> None:
-        self._memory = mmap.mmap(self._descriptor, mmap.PAGESIZE + 2 * self.buffer_bytes)
-        self.header = torch.frombuffer(self._memory, dtype=torch.int64, count=_HEADER_WORDS).numpy()
-
-    def buffer(self, index: int, layout: ParameterLayout) -> torch.Tensor:
-        """Flat [num_elements] view of buffer 0 or 1."""
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        if layout.num_elements * dtype.itemsize > self.buffer_bytes:
-            raise ModelError(f"The model has {layout.num_elements * dtype.itemsize} bytes of parameters, the weight channel was made for {self.buffer_bytes}.")
-        return torch.frombuffer(self._memory, dtype=dtype, count=layout.num_elements, offset=mmap.PAGESIZE + index * self.buffer_bytes)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"buffer_bytes": self.buffer_bytes, "descriptor": DupFd(self._descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.buffer_bytes = state["buffer_bytes"]
-        self._descriptor = state["descriptor"].detach()
-        self._map()
+def _buffer(channel: SharedMemoryChannel, index: int, layout: ParameterLayout) -> torch.Tensor:
+    """Flat [num_elements] view of buffer 0 or 1."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    num_bytes = layout.num_elements * dtype.itemsize
+    if num_bytes > channel.buffer_bytes:
+        raise ModelError(f"The model has {num_bytes} bytes of parameters, the weight channel was made for {channel.buffer_bytes}.")
+    return torch.frombuffer(channel.memory, dtype=dtype, count=layout.num_elements, offset=channel.buffer_offset(index))
 
 
 class SharedMemoryWriter:
@@ -138,14 +81,14 @@ class SharedMemoryWriter:
         if self._layout is None:
             self._layout = ParameterLayout.of(parameters)
         header = self._channel.header
-        fill = int(header[_NEWEST]) + 1
-        header[_STARTED] = fill
-        slot = _VERSIONS + 2 * (fill % 2)
+        fill = int(header[NEWEST]) + 1
+        header[STARTED] = fill
+        slot = VERSIONS + 2 * (fill % 2)
         header[slot], header[slot + 1] = version.lineage, version.number
         with torch.no_grad():
-            for name, view in self._layout.views(self._channel.buffer(fill % 2, self._layout)).items():
+            for name, view in self._layout.views(_buffer(self._channel, fill % 2, self._layout)).items():
                 view.copy_(parameters[name])
-        header[_NEWEST] = fill
+        header[NEWEST] = fill
         self._version = version
         num_bytes = self._layout.num_elements * getattr(torch, self._layout.dtype).itemsize
         return WeightUpdate(version=version, num_bytes=num_bytes, publish_seconds=time.perf_counter() - start)
@@ -162,9 +105,9 @@ class SharedMemoryReader:
     def newest_version(self) -> PolicyVersion | None:
         header = self._channel.header
         while True:
-            fill = int(header[_NEWEST])
+            fill = int(header[NEWEST])
             version = self._version_of(fill)
-            if int(header[_STARTED]) < fill + 2:
+            if int(header[STARTED]) < fill + 2:
                 return version if fill else None
 
     def load_into(self, parameters: Mapping[str, torch.Tensor]) -> PolicyVersion:
@@ -182,15 +125,15 @@ class SharedMemoryReader:
         header = self._channel.header
         deadline = time.monotonic() + _READ_LIMIT_SECONDS
         while time.monotonic() < deadline:
-            fill = int(header[_NEWEST])
+            fill = int(header[NEWEST])
             version = self._version_of(fill)
-            staging.copy_(self._channel.buffer(fill % 2, layout))
-            if int(header[_STARTED]) < fill + 2:
+            staging.copy_(_buffer(self._channel, fill % 2, layout))
+            if int(header[STARTED]) < fill + 2:
                 return version
         raise WaitTimeoutError(f"No whole set of weights could be read in {_READ_LIMIT_SECONDS:g} s: the learner publishes faster than this sampler copies.")
 
     def _version_of(self, fill: int) -> PolicyVersion:
-        slot = _VERSIONS + 2 * (fill % 2)
+        slot = VERSIONS + 2 * (fill % 2)
         return PolicyVersion(int(self._channel.header[slot]), int(self._channel.header[slot + 1]))
 
 

@@ -12,7 +12,8 @@ import torch
 
 from headrace.errors import ModelError
 from headrace.types import PolicyVersion
-from headrace.weights.shared_memory import _NEWEST, _STARTED, ParameterLayout, SharedMemoryChannel, SharedMemoryReader, SharedMemoryWriter
+from headrace.weights.channel import NEWEST, STARTED, SharedMemoryChannel
+from headrace.weights.shared_memory import ParameterLayout, SharedMemoryReader, SharedMemoryWriter, _buffer
 
 
 def parameters(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -112,8 +113,8 @@ def test_a_writer_killed_in_the_middle_leaves_the_last_whole_set_and_a_successor
     tensors = parameters(1)
     channel = channel_for(tensors)
     SharedMemoryWriter(channel).publish(tensors, PolicyVersion(0, 1))
-    channel.header[_STARTED] = int(channel.header[_NEWEST]) + 1  # a second writer died while it filled the other buffer
-    channel.buffer(0, ParameterLayout.of(tensors)).fill_(99)
+    channel.header[STARTED] = int(channel.header[NEWEST]) + 1  # a second writer died while it filled the other buffer
+    _buffer(channel, 0, ParameterLayout.of(tensors)).fill_(99)
     reader = SharedMemoryReader(channel)
     copy = parameters(-1)
     assert reader.load_into(copy) == PolicyVersion(0, 1)

@@ -1,0 +1,54 @@
+"""Evaluations, as the conductor asks for them and writes them down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace import events as ev
+from headrace.config import Settings
+from headrace.errors import RecipeError
+from headrace.roles import EvaluationResult
+from headrace.types import RolloutKey, RolloutRequest, SamplingParameters, Task
+
+
+def evaluation_requests(settings: Settings, tasks: Sequence[Task], sampling: SamplingParameters) -> list[RolloutRequest]:
+    """The sampled rollouts of one evaluation; the same random streams each time, so that evaluations compare."""
+    return [
+        RolloutRequest(key=RolloutKey(index, sample, 0), task=task, seed=settings.run.seed, sampling=sampling, evaluation=True)
+        for index, task in enumerate(tasks)
+        for sample in range(settings.evaluation.samples_per_task)
+    ]
+
+
+def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> ev.Evaluated:
+    """The event of one evaluation: the configured metric with its 95 % interval, and every other number beside it."""
+    rewards = [finished.summary.reward for finished in result.finished if not finished.summary.failed]
+    metrics = dict(result.metrics)
+    mean, half_width = mean_with_interval(rewards)
+    if rewards:
+        metrics.setdefault("reward", mean)
+    metric = settings.evaluation.metric
+    if metric not in metrics:
+        raise RecipeError(
+            f"evaluation.metric is '{metric}', but the evaluation returned {', '.join(sorted(metrics)) or 'nothing'}.",
+            remedy="Name one of those, or return it from task.evaluate.",
+        )
+    if metric != "reward":
+        mean, half_width = metrics[metric], metrics.get(f"{metric}_interval95", 0.0)
+    return ev.Evaluated(
+        role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
+        num_rollouts=len(rewards), metrics=metrics, seconds=seconds,
+    )  # fmt: skip
+
+
+def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half width of its 95 % interval by the normal approximation); (0, 0) without values."""
+    count = len(values)
+    if count == 0:
+        return 0.0, 0.0
+    mean = math.fsum(values) / count
+    if count == 1:
+        return mean, 0.0
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, 1.96 * math.sqrt(variance / count)

@@ -1,0 +1,161 @@
+"""What runs inside each role process: build the role, say hello, serve the wire until it closes.
+
+Every `host_*` function is the `main` of a RoleProcess: it gets its end of the wire and plain, picklable arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Settings
+from headrace.errors import HeadraceError
+from headrace.recipe import RecipeCode
+from headrace.roles import Sampler, Tokenizer
+from headrace.runtime.processes import Failed, Hello, as_headrace_error
+from headrace.runtime.wire import AsyncWire, BlockingWire
+
+
+def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, cache_directory: Path) -> None:
+    """Makes or finds the model to start from; says hello with its directory. Progress goes ahead of it as (what, fraction)."""
+    from headrace.learner.warm_start import prepare_model
+    from headrace.weights.shared_memory import parameter_bytes
+
+    wire = BlockingWire(end)
+    wire.send(Hello(facts={}))
+    directory = prepare_model(settings, code, cache_directory=cache_directory, progress=lambda what, fraction: wire.send((what, fraction)))
+    if not directory.is_dir():
+        directory = _download(str(directory))
+    wire.send({"directory": directory, "parameter_bytes": parameter_bytes(directory)})
+    wire.receive()
+
+
+def host_learner(end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str) -> None:
+    """One learner rank: answers (method, arguments) with the method's result, one at a time."""
+    from headrace.learner.core import LearnerRank, init_ranks, shutdown_ranks
+    from headrace.weights.shared_memory import SharedMemoryWriter
+
+    wire = BlockingWire(end)
+    world_size = settings.run.num_learner_ranks
+    init_ranks(rank, world_size, address)
+    try:
+        learner = LearnerRank(str(model), settings, rank=rank, world_size=world_size, writer=SharedMemoryWriter(channel) if rank == 0 else None)
+        wire.send(Hello(facts={"version": learner.version}))
+        while True:
+            method, arguments = wire.receive()
+            try:
+                answer = getattr(learner, method)(*arguments)
+            except HeadraceError as error:
+                wire.send(Failed(error=error))
+            else:
+                wire.send(answer)
+    finally:
+        shutdown_ranks()
+
+
+def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, code: RecipeCode, channel: Any) -> None:
+    """One rollout worker: takes requests and announcements, sends reports."""
+    from headrace.rollout.worker import RolloutWorkerCore
+
+    sampler, tokenizer = _make_sampler(model, settings, channel)
+    started = time.perf_counter()
+    capacity, saturated = sampler.measure_capacity()
+    facts = {
+        "capacity": capacity,
+        "saturated_tokens_per_second": saturated,
+        "end_token": tokenizer.eos_token_id,
+        "calibration_seconds": time.perf_counter() - started,
+    }
+
+    async def serve() -> None:
+        wire = await AsyncWire.open(end)
+        worker = RolloutWorkerCore(name, sampler=sampler, code=code, settings=settings, tokenizer=tokenizer)
+        await wire.send(Hello(facts=facts))
+
+        async def send_reports() -> None:
+            while True:
+                await wire.send(await worker.next_report())
+
+        async def obey() -> None:
+            while True:
+                method, argument = await wire.receive()
+                await getattr(worker, method)(argument)
+
+        async with asyncio.TaskGroup() as group:
+            for work in (worker.run(), send_reports(), obey()):
+                group.create_task(work)
+
+    _serve(serve())
+
+
+def host_evaluator(end: socket.socket, model: Path, settings: Settings, code: RecipeCode, channel: Any | None) -> None:
+    """Evaluates on its own copy of one version: answers (version, requests, tasks) with an EvaluationRecord."""
+    from headrace.rollout.evaluation import EvaluatorCore
+
+    sampler, tokenizer = _make_sampler(model, settings, channel)
+
+    async def serve() -> None:
+        wire = await AsyncWire.open(end)
+        evaluator = EvaluatorCore(sampler=sampler, code=code, settings=settings, tokenizer=tokenizer)
+        await wire.send(Hello(facts={"end_token": tokenizer.eos_token_id}))
+
+        async def answer() -> None:
+            while True:
+                version, requests, tasks = await wire.receive()
+                try:
+                    await wire.send(await evaluator.evaluate(version, requests, tasks))
+                except HeadraceError as error:
+                    await wire.send(Failed(error=error))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(evaluator.run())
+            group.create_task(answer())
+
+    _serve(serve())
+
+
+def _serve(main: Any) -> None:
+    """Runs a host until its wire closes: that EOFError, wherever it surfaces, is the ordinary end."""
+    try:
+        asyncio.run(main)
+    except BaseExceptionGroup as group:
+        _, others = group.split((EOFError, ConnectionError))
+        if others is not None:
+            raise as_headrace_error(others, "rollout process") from group
+        raise EOFError from None
+
+
+def _make_sampler(model: Path, settings: Settings, channel: Any | None) -> tuple[Sampler, Tokenizer]:
+    from transformers import AutoTokenizer
+
+    from headrace.sampler.transformers_sampler import TransformersSampler
+    from headrace.weights.shared_memory import SharedMemoryReader
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    sampler = TransformersSampler(
+        str(model),
+        settings=settings.sampler,
+        max_context_tokens=settings.rollout.max_tokens,
+        device=settings.model.sampler_device or settings.model.device,
+        dtype=settings.model.dtype,
+        weights=None if channel is None else SharedMemoryReader(channel),
+        tokenizer=tokenizer,
+    )
+    return sampler, tokenizer
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    from headrace.errors import ModelError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:
+        raise ModelError(
+            f"model.path '{name}' is neither a directory nor a model that could be downloaded: {error}",
+            remedy="Give a Hugging Face directory, or a hub name and a connection.",
+        ) from error

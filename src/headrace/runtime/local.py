@@ -1,0 +1,344 @@
+"""The local runtime: every role a process on this machine, devices pinned to cores on CPU.
+
+run_local       prepares the model, starts roles, drives the conductor, ends every process however it goes
+evaluate_local  the evaluator alone, on a checkpoint
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace import events as ev
+from headrace.conductor import Conductor, Roles
+from headrace.config import Placement, Settings
+from headrace.config_loading import ResolvedSettings, dump_toml
+from headrace.errors import HeadraceError
+from headrace.evaluation import evaluated, evaluation_requests
+from headrace.recipe import RecipeCode
+from headrace.roles import EvaluationResult
+from headrace.runtime import hosts
+from headrace.runtime.processes import RoleProcess
+from headrace.tasks.source import evaluation_tasks, make_task_source
+from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Selection, Task, UpdateResult, WeightUpdate, WorkerReport
+from headrace.weights.channel import SharedMemoryChannel
+
+EventSubscriber = Callable[[dict[str, Any]], None]
+StartupProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    run_directory: Path
+    checkpoint: Path | None
+    """The last one, a Hugging Face directory."""
+    startup_seconds: float
+
+
+class LocalWorker:
+    """roles.RolloutWorker over the wire."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        self.name = process.name
+        self._process = process
+
+    async def start(self, requests: Sequence[RolloutRequest]) -> None:
+        await self._process.send(("start", tuple(requests)))
+
+    async def next_report(self) -> WorkerReport:
+        report = await self._process.receive()
+        assert isinstance(report, WorkerReport)
+        return report
+
+    async def announce(self, update: WeightUpdate) -> None:
+        await self._process.send(("announce", update))
+
+    async def cancel(self, keys: Sequence[RolloutKey]) -> None:
+        await self._process.send(("cancel", tuple(keys)))
+
+    async def stop(self) -> None:
+        await self._process.send(("stop", None))
+
+
+class LocalLearner:
+    """roles.Learner over the wires of all ranks: each gets every call, rank 0 answers."""
+
+    def __init__(self, ranks: Sequence[RoleProcess], version: PolicyVersion) -> None:
+        self._ranks = ranks
+        self._version = version
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def learn(self, selection: Selection) -> UpdateResult:
+        result: UpdateResult = await self._call(self._ranks, "learn", selection)
+        self._version = result.version_after
+        return result
+
+    async def publish(self) -> WeightUpdate:
+        update: WeightUpdate = await self._call(self._ranks[:1], "publish")
+        return update
+
+    async def save(self, directory: Path) -> None:
+        await self._call(self._ranks[:1], "save", directory)
+
+    async def stop(self) -> None:
+        """Ending the processes is the runtime's work."""
+
+    async def _call(self, ranks: Sequence[RoleProcess], method: str, *arguments: Any) -> Any:
+        for rank in ranks:
+            await rank.send((method, arguments))
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(rank.receive()) for rank in ranks]
+        return answers[0].result()
+
+
+class LocalEvaluator:
+    """roles.Evaluator over the wire."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        self._process = process
+
+    async def evaluate(self, version: PolicyVersion, requests: Sequence[RolloutRequest], tasks: Sequence[Task]) -> EvaluationResult:
+        await self._process.send((version, tuple(requests), tuple(tasks)))
+        result: EvaluationResult = await self._process.receive()
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLayout:
+    """Which core each device is, on CPU: device i of a split run is core i, samplers first; colocated roles share."""
+
+    cores: tuple[int, ...]
+    settings: Settings
+
+    @classmethod
+    def of(cls, settings: Settings) -> CoreLayout:
+        pinned = settings.run.pin_devices and settings.model.device == "cpu" and hasattr(os, "sched_getaffinity")
+        return cls(tuple(sorted(os.sched_getaffinity(0))) if pinned else (), settings)
+
+    def sampler(self, index: int) -> int | None:
+        return self.cores[index % len(self.cores)] if self.cores else None
+
+    def learner(self, rank: int) -> int | None:
+        first = 0 if self.settings.run.placement is Placement.COLOCATED else self.settings.run.num_samplers
+        return self.cores[(first + rank) % len(self.cores)] if self.cores else None
+
+
+async def run_local(
+    resolved: ResolvedSettings,
+    run_directory: Path,
+    *,
+    subscribers: Sequence[EventSubscriber] = (),
+    progress: StartupProgress = lambda what, fraction: None,
+    evaluate: bool = True,
+) -> RunOutcome:
+    """Runs a recipe to its end. Raises HeadraceError; cancelling it (Ctrl-C) ends everything cleanly.
+
+    The run directory must be new or empty; it holds everything that explains the run.
+    """
+    started = time.perf_counter()
+    settings = resolved.anchored()
+    code = RecipeCode(resolved.task_module, settings.task.options)
+    source, tasks = make_task_source(settings, code), evaluation_tasks(settings, code)
+    make_run_directory(run_directory, settings)
+    async with contextlib.AsyncExitStack() as stack:
+        log = stack.enter_context(contextlib.closing(ev.EventLog(run_directory / "events.jsonl", asyncio.get_running_loop().time)))
+        for subscriber in subscribers:
+            log.subscribe(subscriber)
+        status, error, version = "failed", None, PolicyVersion(0, 0)
+        try:
+            roles = await stack.enter_async_context(_roles(settings, code, progress, evaluate))
+            sampling, evaluation_sampling = sampling_parameters(settings, roles.end_token)
+            startup_seconds = time.perf_counter() - started
+            log.emit(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
+            conductor = Conductor(
+                settings,
+                Roles(source=source, workers=roles.workers, learner=roles.learner, evaluator=roles.evaluator),
+                sampling=sampling,
+                evaluation_sampling=evaluation_sampling,
+                evaluation_tasks=tasks,
+                events=log,
+                checkpoint_directory=run_directory / "checkpoints",
+            )
+            await conductor.run()
+            version, status = conductor.learner.version, "done"
+            return RunOutcome(run_directory=run_directory, checkpoint=conductor.last_checkpoint, startup_seconds=startup_seconds)
+        except asyncio.CancelledError:
+            status = "interrupted"
+            raise
+        except HeadraceError as failure:
+            error = failure.as_json()
+            raise
+        finally:
+            log.emit(ev.RunFinished(status=status, error=error, version=version.number, lineage=version.lineage))
+
+
+async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
+    """Evaluates a checkpoint (a Hugging Face directory) on the recipe's evaluation tasks."""
+    settings = resolved.anchored()
+    code = RecipeCode(resolved.task_module, settings.task.options)
+    tasks = evaluation_tasks(settings, code)
+    progress("starting the evaluator", 0.0)
+    evaluator = RoleProcess("evaluator", hosts.host_evaluator, (checkpoint, settings, code, None), core=None)
+    try:
+        hello = await _limited_hello(evaluator, settings)
+        _, sampling = sampling_parameters(settings, hello["end_token"])
+        requests = evaluation_requests(settings, tasks, sampling)
+        started = time.perf_counter()
+        async with asyncio.timeout(settings.limits.evaluate_seconds):
+            result = await LocalEvaluator(evaluator).evaluate(PolicyVersion(0, 0), requests, tasks)
+        return evaluated(settings, result, time.perf_counter() - started)
+    finally:
+        await evaluator.stop(settings.limits.stop_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LocalRoles:
+    workers: Sequence[LocalWorker]
+    learner: LocalLearner
+    evaluator: LocalEvaluator | None
+    end_token: int | None
+    devices: list[dict[str, Any]]
+
+
+@contextlib.asynccontextmanager
+async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress, evaluate: bool) -> AsyncIterator[_LocalRoles]:
+    """All role processes, up and answering; ended, by force if need be, when the context is left."""
+    processes: list[RoleProcess] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as meeting_place:
+        try:
+            model, parameter_bytes = await _prepare(settings, code, progress)
+            channel = SharedMemoryChannel(parameter_bytes)
+            layout = CoreLayout.of(settings)
+            address = f"file://{meeting_place}/ranks"
+            ranks = [
+                RoleProcess(f"learner-{rank}", hosts.host_learner, (model, settings, channel, rank, address), core=layout.learner(rank))
+                for rank in range(settings.run.num_learner_ranks)
+            ]
+            processes += ranks
+            workers = [
+                RoleProcess(f"sampler-{index}", hosts.host_worker, (f"sampler-{index}", model, settings, code, channel), core=layout.sampler(index))
+                for index in range(settings.run.num_samplers)
+            ]
+            processes += workers
+            evaluators = [RoleProcess("evaluator", hosts.host_evaluator, (model, settings, code, channel), core=None)] if evaluate else []
+            processes += evaluators
+            progress("starting samplers and learner", 0.0)
+            async with asyncio.TaskGroup() as group:
+                hellos = {process.name: group.create_task(_limited_hello(process, settings)) for process in processes}
+            facts = {name: task.result() for name, task in hellos.items()}
+            yield _LocalRoles(
+                workers=[LocalWorker(process) for process in workers],
+                learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
+                evaluator=LocalEvaluator(evaluators[0]) if evaluators else None,
+                end_token=facts[workers[0].name]["end_token"],
+                devices=_devices(settings, facts),
+            )
+        finally:
+            await _stop_all(processes, settings.limits.stop_seconds)
+
+
+async def _prepare(settings: Settings, code: RecipeCode, progress: StartupProgress) -> tuple[Path, int]:
+    """The model directory to start from, made in a process of its own, and the bytes of its parameters."""
+    progress("loading torch and transformers", 0.0)
+    preparation = RoleProcess("preparation", hosts.host_preparation, (settings, code, cache_directory()), core=None)
+    try:
+        await _limited_hello(preparation, settings)
+        while isinstance(message := await preparation.receive(), tuple):
+            progress(*message)
+        return message["directory"], message["parameter_bytes"]
+    finally:
+        await preparation.stop(settings.limits.stop_seconds)
+
+
+async def _limited_hello(process: RoleProcess, settings: Settings) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(settings.limits.startup_seconds):
+            return await process.hello()
+    except TimeoutError:
+        raise HeadraceError(
+            f"{process.name} did not start in {settings.limits.startup_seconds:g} s.",
+            remedy="'headrace doctor' looks for the cause; limits.startup_seconds is the limit.",
+        ) from None
+
+
+async def _stop_all(processes: Sequence[RoleProcess], limit_seconds: float) -> None:
+    """Ends every process, also when this is itself cancelled: a second Ctrl-C does not leave one behind."""
+    stopping = [process.stop(limit_seconds) for process in processes]
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.shield(asyncio.gather(*stopping, return_exceptions=True))
+
+
+def cache_directory() -> Path:
+    """Warm-started models; HEADRACE_CACHE or the user's cache folder."""
+    base = os.environ.get("HEADRACE_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "headrace")
+    path = Path(base) / "models"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def make_run_directory(run_directory: Path, settings: Settings) -> None:
+    """New or empty, writable; holds config.toml. Raises HeadraceError, having changed nothing."""
+    try:
+        run_directory.mkdir(parents=True, exist_ok=True)
+        if any(run_directory.iterdir()):
+            raise HeadraceError(f"{run_directory} is not empty: a run directory holds one run.", remedy="Choose another --run-dir, or remove it.")
+        (run_directory / "checkpoints").mkdir()
+        (run_directory / "config.toml").write_text(dump_toml(settings), encoding="utf-8")
+    except OSError as error:
+        raise HeadraceError(f"{run_directory} cannot be written: {error.strerror}.", remedy="Choose another --run-dir.") from error
+
+
+def sampling_parameters(settings: Settings, end_token: int | None) -> tuple[SamplingParameters, SamplingParameters]:
+    """(training, evaluation)"""
+    rollout, evaluation = settings.rollout, settings.evaluation
+    stop_tokens = (end_token,) if rollout.stop_at_end_token and end_token is not None else ()
+    training = SamplingParameters(
+        temperature=rollout.temperature, max_action_tokens=rollout.max_action_tokens, stop_tokens=stop_tokens, stop_strings=tuple(rollout.stop_strings)
+    )
+    return training, SamplingParameters(
+        temperature=evaluation.temperature,
+        max_action_tokens=rollout.max_action_tokens,
+        stop_tokens=stop_tokens,
+        stop_strings=tuple(rollout.stop_strings),
+        top_k=evaluation.top_k,
+        top_p=evaluation.top_p,
+    )
+
+
+def _devices(settings: Settings, facts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    capacities = [facts[f"sampler-{index}"]["capacity"] for index in range(settings.run.num_samplers)]
+    if settings.run.placement is Placement.COLOCATED:
+        return [{"name": f"device-{index}", "role": "colocated", "capacity": capacity} for index, capacity in enumerate(capacities)]
+    samplers = [{"name": f"sampler-{index}", "role": "sampler", "capacity": capacity} for index, capacity in enumerate(capacities)]
+    return samplers + [{"name": f"learner-{rank}", "role": "learner", "capacity": 1} for rank in range(settings.run.num_learner_ranks)]
+
+
+def _run_started(resolved: ResolvedSettings, settings: Settings, run_directory: Path, devices: list[dict[str, Any]], startup_seconds: float) -> ev.RunStarted:
+    return ev.RunStarted(
+        run_id=run_directory.name,
+        headrace=headrace.__version__,
+        runtime="local",
+        clock="monotonic",
+        wall_time=datetime.now(UTC).isoformat(timespec="seconds"),
+        mode=settings.run.mode,
+        placement=settings.run.placement,
+        seed=settings.run.seed,
+        lineage=0,
+        resumed_from_update=None,
+        devices=devices,
+        recipe=resolved.name,
+        num_updates=settings.run.num_updates,
+        startup_seconds=startup_seconds,
+    )
