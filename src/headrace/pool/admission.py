@@ -1,0 +1,52 @@
+"""How much may be in flight: the admission bound, deadlines, and the feasibility test of `on_expiry = wait`. Pure functions.
+
+With k updates a batch, a batch taken at learner version v is trained at v .. v + k - 1, so a token of version o meets its bound
+max_staleness = S in every minibatch exactly when v - o <= S - (k - 1) at take: the *take bound*. A group reserved while B batches
+are outstanding (itself included, the one being learned included) is taken at most (B - 1) * k updates later. So
+
+    (B - 1) * k <= S - (k - 1)    <=>    B = floor((S + 1) / k)
+
+batches may be started and not retired. For k = 1 that is DESIGN section 5's (max_staleness + 1) x batch_trajectories; in sync,
+where S = k - 1, it is exactly one batch. (One more batch, floor(S / k) + 1, would meet the bound in its first minibatch only and
+lose the later ones to expiry, batch after batch.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from headrace.config import Settings
+
+
+def take_bound(settings: Settings) -> int:
+    """Updates: how old an unmarked token may be at take so that no minibatch of the batch finds it over max_staleness."""
+    return max(0, settings.max_staleness - (settings.updates_per_batch - 1))
+
+
+def max_outstanding_groups(settings: Settings) -> int:
+    """Groups that may be started and not retired."""
+    return max(1, (settings.max_staleness + 1) // settings.updates_per_batch) * settings.pool.groups_per_batch
+
+
+def deadline(oldest_version: int | None, bound: int) -> float:
+    """The last learner version at which a group may be taken; infinite without unmarked tokens."""
+    return math.inf if oldest_version is None else oldest_version + bound
+
+
+def feasible(deadlines: Iterable[float], *, next_version: int, updates_per_batch: int, groups_per_batch: int) -> bool:
+    """True when groups with these deadlines can all be taken in time, whatever happens, one batch every `updates_per_batch` updates.
+
+    Earliest deadline first is optimal for such unit jobs (Jackson 1955, as in Liu and Layland 1973): a schedule exists if and
+    only if for every deadline d at most floor((d - next_version) / k) + 1 batches' worth of groups are due by d.
+    """
+    due = 0
+    for limit, count in sorted(Counter(deadlines).items()):
+        due += count
+        if math.isinf(limit):
+            return True
+        takes = math.floor((limit - next_version) / updates_per_batch) + 1
+        if due > takes * groups_per_batch:
+            return False
+    return True
