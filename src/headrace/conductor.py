@@ -106,8 +106,10 @@ class Conductor:
                 self.events.emit(ev.TimedWindow(phase="end"))
                 for task in background:
                     task.cancel()
-                self._due.shutdown() if hasattr(self._due, "shutdown") else self._due.put_nowait(_END)
+                self._due.put_nowait(_END)
                 await evaluating
+                for state in self._states.values():
+                    await state.worker.stop()
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from group_error
         await self._save()
@@ -204,7 +206,7 @@ class Conductor:
 
     async def _add(self, finished: FinishedRollout, state: WorkerState) -> None:
         summary = finished.summary
-        result = self.pool.add(finished)
+        result = self.pool.add(finished, worker=state.worker.name)
         self.events.emit(ev.RolloutFinished.of(summary, role=state.worker.name))
         if not summary.failed:
             self._failed_in_a_row = 0
@@ -217,7 +219,7 @@ class Conductor:
                 remedy="Mend the environment or reward, or raise run.max_failed_rollouts_in_a_row.",
             )
         if result.retry is not None:
-            await state.worker.start([self._request(result.retry, self.pool.task_of(result.retry))])
+            await state.worker.start([self._request(result.retry, result.task)])
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         if self.evaluator is None:
@@ -254,6 +256,7 @@ class Conductor:
             self.events.emit(ev.WeightsApplied(role=report.worker, version=report.version.number, lineage=report.version.lineage))
         state.version, state.room, state.in_flight = report.version, report.room, report.in_flight
         state.longest_wait = report.longest_wait
+        self.pool.observe(sampler_version=self._oldest_version())
         if report.activity is not None:
             self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity))
 
@@ -270,7 +273,7 @@ class Conductor:
         version = result.version_after
         self.events.emit(
             ev.Updated(
-                role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=selection.reward_mean,
+                role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=self.pool.reward_mean(selection),
                 seconds=result.seconds, busy_seconds=result.busy_seconds, refused=result.refused, statistics=result.statistics,
             )
         )  # fmt: skip
@@ -288,7 +291,7 @@ class Conductor:
         self._empty_in_a_row += 1
         if self._empty_in_a_row >= self.settings.run.max_empty_batches:
             raise NoProgressError(
-                f"{self._empty_in_a_row} batches in a row held no group with different rewards (the last one's mean is {selection.reward_mean:.3g}).",
+                f"{self._empty_in_a_row} batches in a row held no group with different rewards (mean of the last: {self.pool.reward_mean(selection):.3g}).",
                 remedy="The policy has solved the tasks or never solves one: change the tasks, rollout.temperature or rollout.group_size.",
             )
 

@@ -406,8 +406,6 @@ class Selection:
     members: tuple[SelectedMember, ...]
     filtered: tuple[RolloutKey, ...] = ()
     """Members of groups without signal: they fill the batch and are not trained."""
-    reward_mean: float = 0.0
-    """Over every surviving member of the batch, filtered groups included."""
     max_staleness: int = 0
     """Updates. The learner weighs unmarked tokens over it with 0, against its version at that moment (I6)."""
     max_key_staleness: int = 0
