@@ -30,8 +30,8 @@ MEDIAN_STEPS, SIGMA_STEPS, MIN_STEPS, MAX_STEPS = 12, 0.6, 4, 60
 LONG_STEPS = 24  # walks of more steps are of kind `long`
 
 GUIDE_CONFUSED_DOORS = (3, 4)
-GUIDE_CONFUSED_FRACTION = 0.6
-GUIDE_SLIP_FRACTION = 0.02
+GUIDE_CONFUSED_FRACTION = 0.7
+GUIDE_SLIP_FRACTION = 0.01
 GUIDE_MAX_STEPS = 40
 
 _visits: Counter[str] = Counter()  # rollouts of each task so far in this process: each has tool latencies of its own

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from headrace.config import ModelSettings, Settings
 from headrace.errors import ModelError
@@ -35,7 +36,7 @@ def character_tokenizer(characters: str, *, max_tokens: int | None = None) -> Pr
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice:
         raise ModelError(f"model.characters names {', '.join(map(repr, twice))} more than once.", remedy="List each character once.")
-    backend = BackendTokenizer(WordLevel({character: index for index, character in enumerate(characters)}))
+    backend = BackendTokenizer(WordLevel({token: index for index, token in enumerate([*characters, PAD, END])}))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = Fuse()
     limit = {} if max_tokens is None else {"model_max_length": max_tokens}
@@ -65,14 +66,29 @@ def make_model(settings: Settings) -> tuple[torch.nn.Module, PreTrainedTokenizer
 def write_model(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, settings: Settings, directory: Path) -> None:
     """Writes weights (in `model.dtype`), config and tokenizer into `directory`, as AutoModelForCausalLM and AutoTokenizer load them."""
     directory.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # the one of transformers, for a single small file
     model.to(getattr(torch, settings.model.dtype)).save_pretrained(directory)  # type: ignore[operator]
     tokenizer.save_pretrained(directory)
+    _check_loads_back(tokenizer, settings.model, directory)
 
 
 def build_model(settings: Settings, directory: Path) -> None:
     """Makes the model of the settings with random weights and writes it. Raises ModelError; the same seed writes the same weights."""
     model, tokenizer = make_model(settings)
     write_model(model, tokenizer, settings, directory)
+
+
+def _check_loads_back(tokenizer: PreTrainedTokenizerFast, model_settings: ModelSettings, directory: Path) -> None:
+    """For a few architectures (qwen2 is one) transformers loads every tokenizer as the one of the released models, which may not fit."""
+    loaded = AutoTokenizer.from_pretrained(directory)
+    text = model_settings.characters or ""
+    tokens = tokenizer.encode(text)
+    if loaded.encode(text) != tokens or loaded.decode(tokens) != text or loaded.encode(text + END) != [*tokens, tokenizer.eos_token_id]:
+        model_type = (model_settings.architecture or {})["model_type"]
+        raise ModelError(
+            f"model.architecture: AutoTokenizer loads a '{model_type}' model's tokenizer as {type(loaded).__name__}, which does not keep these model.characters.",
+            remedy="Use another model_type, for example 'llama' or 'qwen3'.",
+        )
 
 
 def _make_config(model_settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Any:
