@@ -1,0 +1,411 @@
+"""One rollout: reset -> (sample -> step)* -> trajectory.
+
+takes: a RolloutRequest    gives: exactly one Trajectory, whatever happens    waits for: the environment, the sampler, the reward
+woken by: their answers, or `RolloutProgress.cut`
+
+A failure is data. Whatever the environment, the reward or the sampler does, the trajectory that comes out is consistent: one
+log-probability and one version for each action token that the sampler delivered (cases 14 and 16), and each token that it drew
+but did not deliver is counted in `discarded_tokens` (I7).
+
+Limits. `max_steps` and `max_tokens` end a rollout between two actions; the last action has its reward. `max_seconds` cuts a wait for
+the environment at once, but lets an action that is being drawn finish (it is bounded by `max_action_tokens`): its tokens are
+paid for and can be trained. A rollout that ends by a limit keeps the rewards it has, gets the recipe's reward function if
+there is one, and is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, SupportsFloat
+
+from headrace import clock
+from headrace.config import RolloutSettings
+from headrace.errors import HeadraceError
+from headrace.roles import Environment, Sampler, Tokenizer
+from headrace.rollout.render import read_action, render_observation
+from headrace.rollout.user_call import UserCallError, describe_exception, shorten
+from headrace.types import Action, Completion, EndReason, Observation, RolloutKey, RolloutRequest, SampleRequest, StepRecord, Task, Trajectory, VersionSpan
+
+_LOWEST_LOGPROB = -3.0e38  # trajectories store float32
+
+
+class UserCode(Protocol):
+    """The recipe's environment and reward, ready to be awaited. Failures are UserCallErrors."""
+
+    @property
+    def has_reward(self) -> bool: ...
+
+    def open_environment(self, key: RolloutKey) -> Environment | None:
+        """A new environment for this rollout; None: one-step tasks. May raise whatever the user's constructor raises."""
+        ...
+
+    def release(self, key: RolloutKey) -> None:
+        """The rollout is over: its environment can go."""
+        ...
+
+    async def reward(self, task: Task, answer: str) -> object:
+        """What the recipe's reward function returned, unchecked."""
+        ...
+
+    def warning(self) -> str | None:
+        """Text for people about code that misbehaves, if there is any."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Phase(StrEnum):
+    """What a rollout waits for."""
+
+    START = "its turn to start"
+    RESET = "its environment to reset"
+    SAMPLER = "the sampler"
+    ENVIRONMENT = "its environment"
+    REWARD = "its reward"
+
+
+ENVIRONMENT_PHASES = frozenset({Phase.RESET, Phase.ENVIRONMENT, Phase.REWARD})
+
+
+@dataclass(slots=True)
+class RolloutProgress:
+    """Where a rollout is; written by roll_out, read by its worker."""
+
+    phase: Phase = Phase.START
+    since_seconds: float = 0.0
+    """Loop time at which the phase began."""
+    step: int = 0
+    on_wait: Callable[[], None] = lambda: None
+    """Called when the rollout begins to wait for the user's code: it holds no decode slot then."""
+    _cut: bool = False
+    _timeout: asyncio.Timeout | None = field(default=None, repr=False)
+
+    def enter(self, phase: Phase) -> None:
+        self.phase, self.since_seconds = phase, clock.now()
+        if phase in ENVIRONMENT_PHASES:
+            self.on_wait()
+
+    def cut(self) -> None:
+        """Ends the rollout as CANCELLED, at once. Harmless when it is ending already."""
+        if not self._cut:
+            self._cut = True
+            if self._timeout is not None:
+                self._timeout.reschedule(clock.now())
+
+    @property
+    def is_cut(self) -> bool:
+        return self._cut
+
+    def arm(self, timeout: asyncio.Timeout | None) -> None:
+        self._timeout = timeout
+
+
+async def roll_out(
+    request: RolloutRequest,
+    *,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    user_code: UserCode,
+    settings: RolloutSettings,
+    progress: RolloutProgress | None = None,
+) -> Trajectory:
+    """Runs one rollout to its end. Raises only when it is cancelled from outside (the worker ends) or headrace has a bug."""
+    progress = progress or RolloutProgress()
+    rollout = _Rollout(request, sampler, tokenizer, user_code, settings, progress)
+    try:
+        if progress.is_cut:
+            raise TimeoutError
+        async with asyncio.timeout(None) as timeout:
+            progress.arm(timeout)
+            try:
+                end_reason, error = await rollout.run(), None
+            except _Ended as ended:
+                end_reason, error = ended.reason, ended.error
+            finally:
+                progress.arm(None)
+    except TimeoutError:
+        if not progress.is_cut:
+            raise
+        end_reason, error = EndReason.CANCELLED, "cancelled by the run"
+    finally:
+        rollout.discarded_tokens += sampler.release(request.key)
+        user_code.release(request.key)
+    return rollout.trajectory(end_reason, error)
+
+
+class _Ended(Exception):
+    """The rollout is over before its last step."""
+
+    def __init__(self, reason: EndReason, error: str | None = None) -> None:
+        super().__init__(reason, error)
+        self.reason = reason
+        self.error = None if error is None else shorten(error)
+
+
+class _Rollout:
+    """The state of one rollout: what will be its trajectory."""
+
+    def __init__(
+        self, request: RolloutRequest, sampler: Sampler, tokenizer: Tokenizer, user_code: UserCode, settings: RolloutSettings, progress: RolloutProgress
+    ) -> None:
+        self._request = request
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._user_code = user_code
+        self._settings = settings
+        self._progress = progress
+        self._started_seconds = clock.now()
+        self._deadline_seconds = self._started_seconds + settings.max_seconds
+        self._token_limit = min(settings.max_tokens, sampler.max_context_tokens)
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._steps: list[StepRecord] = []
+        self._graded = 0.0
+        self._last_text = ""
+        self.discarded_tokens = 0
+
+    async def run(self) -> EndReason:
+        """Raises _Ended for every end but the regular ones."""
+        try:
+            environment = self._user_code.open_environment(self._request.key)
+        except Exception as error:
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"making the environment failed: {_text_of(error)}") from error
+        end_reason = await (self._answer_once() if environment is None else self._walk(environment))
+        if self._user_code.has_reward and self._steps:
+            self._graded = await self._grade()
+        if not math.isfinite(self._reward()):
+            raise _Ended(EndReason.REWARD_ERROR, f"the rewards of the steps add up to {self._reward()}")
+        return end_reason
+
+    def trajectory(self, end_reason: EndReason, error: str | None) -> Trajectory:
+        reward = self._reward()
+        return Trajectory(
+            key=self._request.key,
+            task_id=self._request.task.id,
+            task_kind=self._request.task.kind,
+            tokens=tuple(self._tokens),
+            sampler_logprobs=tuple(self._logprobs),
+            steps=tuple(self._steps),
+            reward=reward if math.isfinite(reward) else 0.0,
+            end_reason=end_reason,
+            error=error,
+            started_seconds=self._started_seconds,
+            finished_seconds=clock.now(),
+            wait_seconds=sum(step.wait_seconds for step in self._steps),
+            discarded_tokens=self.discarded_tokens,
+            temperature=self._request.sampling.temperature,
+        )
+
+    # One-step tasks
+
+    async def _answer_once(self) -> EndReason:
+        prompt = self._request.task.data.get("prompt")
+        if not isinstance(prompt, str):
+            found = "has no 'prompt'" if prompt is None else f"has a 'prompt' that is a {type(prompt).__name__}, not a text"
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"task '{self._request.task.id}' {found}: one-step tasks need it in their data")
+        action = await self._act(Observation(text=prompt), last=True)
+        if self._out_of_time():
+            return EndReason.MAX_SECONDS
+        return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
+
+    # Tasks with an environment
+
+    async def _walk(self, environment: Environment) -> EndReason:
+        observation = await self._reset(environment)
+        for step in range(self._settings.max_steps):
+            action = await self._act(observation, last=step + 1 == self._settings.max_steps)
+            if self._out_of_time():
+                return EndReason.MAX_SECONDS
+            answer = await self._step(environment, action)
+            if answer is None:
+                return EndReason.MAX_SECONDS
+            following, done = answer
+            if done:
+                return EndReason.DONE
+            if following is None:
+                raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step {step} returned no observation although it is not done")
+            observation = following
+            if step + 1 < self._settings.max_steps and not self._fits(observation):
+                return EndReason.MAX_TOKENS
+        return EndReason.MAX_STEPS
+
+    async def _reset(self, environment: Environment) -> Observation:
+        self._progress.enter(Phase.RESET)
+        try:
+            async with asyncio.timeout_at(self._deadline_seconds):
+                observation = await environment.reset(self._request.task)
+        except TimeoutError as error:
+            text = f"reset gave no observation within the rollout's {self._settings.max_seconds:g} s (rollout.max_seconds)"
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, text) from error
+        except Exception as error:
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, _text_of(error)) from error
+        return _checked_observation(observation, "reset")
+
+    async def _step(self, environment: Environment, action: Action) -> tuple[Observation | None, bool] | None:
+        """(next observation, done), or None when the rollout's time is up; writes the action's reward."""
+        self._progress.enter(Phase.ENVIRONMENT)
+        started = clock.now()
+        try:
+            async with asyncio.timeout_at(self._deadline_seconds):
+                outcome: Any = await environment.step(action)
+        except TimeoutError:
+            return None
+        except Exception as error:
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, _text_of(error)) from error
+        finally:
+            self._steps[-1] = dataclasses.replace(self._steps[-1], wait_seconds=clock.now() - started)
+        if not isinstance(outcome, tuple | list) or len(outcome) != 3:
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step returned {_shown(outcome)}, not (observation, reward, done)")
+        observation, reward, done = outcome
+        if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):  # numpy has a bool of its own
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step returned done = {_shown(done)}, not True or False")
+        self._steps[-1] = dataclasses.replace(self._steps[-1], reward=_checked_reward(reward, "step"))
+        return (None if observation is None else _checked_observation(observation, "step")), bool(done)
+
+    def _fits(self, observation: Observation) -> bool:
+        """Room for at least one more action token."""
+        return len(self._tokens) + len(self._render(observation)) < self._token_limit
+
+    # Both
+
+    def _render(self, observation: Observation) -> list[int]:
+        try:
+            return render_observation(self._tokenizer, observation, first=not self._tokens)
+        except Exception as error:
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {_shown(observation.text)}: {describe_exception(error)}") from error
+
+    async def _act(self, observation: Observation, *, last: bool) -> Action:
+        """Appends the observation and the action sampled for it."""
+        if self._progress.is_cut:  # the user's code may have swallowed the cancellation
+            raise TimeoutError
+        shown = self._render(observation)
+        room_tokens = self._token_limit - len(self._tokens) - len(shown)
+        if room_tokens <= 0:  # later observations were measured by _fits
+            text = f"the prompt has {len(shown)} tokens, with one token of an action more than {self._token_limit} (rollout.max_tokens, or the model's context)"
+            raise _Ended(EndReason.PROMPT_TOO_LONG, text)
+        if not self._tokens and not shown:
+            raise _Ended(EndReason.ENVIRONMENT_ERROR, "the first prompt is empty: there is nothing to continue")
+        self._tokens.extend(shown)
+        sampling = self._request.sampling
+        if sampling.max_action_tokens > room_tokens:
+            sampling = dataclasses.replace(sampling, max_action_tokens=room_tokens)
+        sample_request = SampleRequest(
+            key=self._request.key,
+            step=len(self._steps),
+            seed=self._request.seed,
+            tokens=tuple(self._tokens),
+            sampling=sampling,
+            keep_cache=not last,
+            key_weight=observation.key,
+            evaluation=self._request.evaluation,
+        )
+        self._progress.step = len(self._steps)
+        self._progress.enter(Phase.SAMPLER)
+        completion = await self._sample(sample_request)
+        self._record(completion, observation.key)
+        action = read_action(self._tokenizer, completion, sampling)
+        self._last_text = action.text
+        return action
+
+    async def _sample(self, sample_request: SampleRequest) -> Completion:
+        try:
+            completion = await self._sampler.sample(sample_request)
+        except Exception as error:
+            too_long = isinstance(error, HeadraceError) and error.kind == "PromptTooLongError"
+            raise _Ended(EndReason.PROMPT_TOO_LONG if too_long else EndReason.SAMPLER_ERROR, describe_exception(error)) from error
+        self.discarded_tokens += completion.discarded_tokens
+        broken = _broken_completion(completion)
+        if broken:
+            self.discarded_tokens += len(completion.tokens)
+            raise _Ended(EndReason.SAMPLER_ERROR, broken)
+        return completion
+
+    def _record(self, completion: Completion, key_weight: float) -> None:
+        start = len(self._tokens)
+        self._tokens.extend(completion.tokens)
+        self._logprobs.extend(completion.logprobs)
+        spans = tuple(VersionSpan(version=span.version, start=start + span.start, end=start + span.end) for span in completion.version_spans)
+        self._steps.append(
+            StepRecord(
+                action_start=start,
+                action_end=len(self._tokens),
+                version_spans=spans,
+                key_weight=key_weight,
+                reward=0.0,
+                stop_reason=completion.stop_reason,
+            )
+        )
+
+    async def _grade(self) -> float:
+        """The recipe's reward function on the last action's text."""
+        self._progress.enter(Phase.REWARD)
+        try:
+            reward = await self._user_code.reward(self._request.task, self._last_text)
+        except Exception as error:
+            raise _Ended(EndReason.REWARD_ERROR, _text_of(error)) from error
+        return _checked_reward(reward, "the reward function")
+
+    def _reward(self) -> float:
+        return sum(step.reward for step in self._steps) + self._graded
+
+    def _out_of_time(self) -> bool:
+        return clock.now() >= self._deadline_seconds
+
+
+def _checked_observation(observation: object, source: str) -> Observation:
+    """With `key` as a float. Raises _Ended."""
+    if not isinstance(observation, Observation):
+        raise _Ended(EndReason.ENVIRONMENT_ERROR, f"{source} returned {_shown(observation)} where an Observation belongs")
+    if not isinstance(observation.text, str):
+        raise _Ended(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose text is {_shown(observation.text)}")
+    key = _as_float(observation.key)
+    if key is None or not math.isfinite(key) or key < 0:
+        raise _Ended(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose key is {_shown(observation.key)}: use True, False or a weight >= 0")
+    return dataclasses.replace(observation, key=key)
+
+
+def _checked_reward(reward: object, source: str) -> float:
+    value = _as_float(reward)
+    if value is None:
+        raise _Ended(EndReason.REWARD_ERROR, f"{source} returned {_shown(reward)} as reward, not a number")
+    if not math.isfinite(value):
+        raise _Ended(EndReason.REWARD_ERROR, f"{source} returned the reward {value}")
+    return value
+
+
+def _as_float(value: object) -> float | None:
+    """Numbers, also numpy's and one-element tensors; None for anything else."""
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except Exception:
+        return None
+
+
+def _broken_completion(completion: Completion) -> str | None:
+    """What is wrong with what the sampler delivered; spans and lengths were checked when it was made."""
+    if not completion.tokens:
+        return "the sampler delivered no token"
+    for index, logprob in enumerate(completion.logprobs):
+        if not _LOWEST_LOGPROB < logprob <= 0.0:
+            return f"the sampler delivered the log-probability {logprob} for token {index} of an action"
+    return None
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, UserCallError) else describe_exception(error)
+
+
+def _shown(value: object) -> str:
+    """`'abc' (str)`, short enough for a message."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = "a value that cannot be shown"
+    return f"{text if len(text) <= 80 else text[:76] + ' ...'} ({type(value).__name__})"

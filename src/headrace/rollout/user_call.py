@@ -1,0 +1,183 @@
+"""Calls of the user's async code on the loop: a time limit, an error text that names what happened, and who blocks the loop.
+
+The user's Python is not trusted to behave: whatever it does becomes a UserCallError with a text for people. It cannot be
+killed on the loop, so a coroutine that computes or sleeps without `await` stops every rollout of the worker. That is measured
+around each of its resumptions and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+from headrace.errors import HeadraceError
+from headrace.roles import Environment
+from headrace.types import Action, Observation, Outcome, RolloutKey, Task
+
+T = TypeVar("T")
+
+BLOCKING_SECONDS = 0.25
+"""One uninterrupted stretch of the user's code on the loop from which on it is named."""
+MAX_ERROR_CHARACTERS = 600
+
+logger = logging.getLogger(__name__)
+
+
+class UserCallError(HeadraceError):
+    """A call of the user's code failed; the message is complete. `retryable`: the rollout itself did nothing wrong."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(shorten(message))
+        self.retryable = retryable
+
+
+class BlockingWatch:
+    """Remembers which of the user's coroutines held the loop, the worst stretch of each, in seconds."""
+
+    def __init__(self) -> None:
+        self.worst_seconds: dict[str, float] = {}
+
+    def note(self, name: str, seconds: float) -> None:
+        if seconds < BLOCKING_SECONDS:
+            return
+        if name not in self.worst_seconds:
+            logger.warning("%s", blocking_text(name, seconds))
+        self.worst_seconds[name] = max(seconds, self.worst_seconds.get(name, 0.0))
+
+    def text(self) -> str | None:
+        """For people; None when nothing blocked."""
+        if not self.worst_seconds:
+            return None
+        name = max(self.worst_seconds, key=lambda name: self.worst_seconds[name])
+        return blocking_text(name, self.worst_seconds[name])
+
+
+def blocking_text(name: str, seconds: float) -> str:
+    return f"{name} held the event loop for {seconds:.2f} s and stopped every rollout: use `await` for waits, or a plain `def` (it runs in its own process)"
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 4] + " ..."
+
+
+def describe_exception(error: BaseException) -> str:
+    """`ValueError: no such door (task.py:41 in step)`: type, message and the innermost place in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((f" ({Path(f.filename).name}:{f.lineno} in {f.name})" for f in reversed(frames) if "headrace/rollout" not in f.filename), "")
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    return shorten(f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}")
+
+
+async def call_on_loop(function: Callable[..., Awaitable[T]], *arguments: Any, name: str, limit_seconds: float, watch: BlockingWatch) -> T:
+    """Awaits the user's async function. Raises UserCallError for whatever it raises and after `limit_seconds`."""
+    try:
+        async with asyncio.timeout(limit_seconds) as timeout:
+            answer: T = await _Watched(_as_coroutine(function, arguments), name, watch)
+            return answer
+    except UserCallError:
+        raise
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise UserCallError(f"{name} raised {describe_exception(error)}") from error
+        raise UserCallError(f"{name} gave no answer in {limit_seconds:g} s (rollout.max_environment_seconds)") from error
+    except Exception as error:
+        blocked = watch.worst_seconds.get(name)
+        suffix = f"; {blocking_text(name, blocked)}" if blocked else ""
+        raise UserCallError(f"{name} raised {describe_exception(error)}{suffix}") from error
+    except SystemExit as error:
+        raise UserCallError(f"{name} called exit({error.code})") from error
+
+
+class LoopEnvironment:
+    """A user's async environment, called on the loop."""
+
+    def __init__(self, environment: Environment, *, limit_seconds: float, watch: BlockingWatch) -> None:
+        self._environment = environment
+        self._name = type(environment).__name__
+        self._limit_seconds = limit_seconds
+        self._watch = watch
+
+    async def reset(self, task: Task) -> Observation:
+        return await call_on_loop(self._environment.reset, task, name=f"{self._name}.reset", limit_seconds=self._limit_seconds, watch=self._watch)
+
+    async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]:
+        return await call_on_loop(self._environment.step, action, name=f"{self._name}.step", limit_seconds=self._limit_seconds, watch=self._watch)
+
+
+class LoopUserCode:
+    """Async user code given as Python objects: `make_environment()` per rollout, `reward(task, answer)`; either may be None.
+
+    Implements UserCode of rollout/user_code without processes, so it also runs under the virtual clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_environment: Callable[[], Environment] | None = None,
+        reward: Callable[[Task, str], Awaitable[object]] | None = None,
+        limit_seconds: float = 120.0,
+    ) -> None:
+        self._make_environment = make_environment
+        self._reward = reward
+        self._limit_seconds = limit_seconds
+        self._watch = BlockingWatch()
+
+    @property
+    def has_reward(self) -> bool:
+        return self._reward is not None
+
+    def open_environment(self, key: RolloutKey) -> Environment | None:
+        if self._make_environment is None:
+            return None
+        return LoopEnvironment(self._make_environment(), limit_seconds=self._limit_seconds, watch=self._watch)
+
+    def release(self, key: RolloutKey) -> None:
+        """Nothing is kept by key: the environment goes with its rollout."""
+
+    async def reward(self, task: Task, answer: str) -> object:
+        assert self._reward is not None
+        return await call_on_loop(self._reward, task, answer, name="reward", limit_seconds=self._limit_seconds, watch=self._watch)
+
+    def warning(self) -> str | None:
+        return self._watch.text()
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Watched:
+    """Awaits a coroutine and measures each stretch in which it runs without giving the loop back."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str, watch: BlockingWatch) -> None:
+        self._coroutine = coroutine
+        self._name = name
+        self._watch = watch
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            started = perf_counter()
+            try:
+                waited_for = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                self._watch.note(self._name, perf_counter() - started)
+            value, error = None, None
+            try:
+                value = yield waited_for
+            except BaseException as raised:
+                error = raised
+
+
+async def _as_coroutine(function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> Any:
+    return await function(*arguments)

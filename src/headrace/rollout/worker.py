@@ -1,0 +1,221 @@
+"""A sampler and the rollouts it serves, in one loop.
+
+takes: requests (`start`), announcements of weights    gives: reports (`next_report`)    waits for: sampler and environments
+woken by: a rollout that ended, weights that were applied, room that opened, a heartbeat each second while rollouts run
+
+The running batch is kept full: a rollout that waits for its environment holds no decode slot, so `room` counts it out, and the
+number of rollouts in flight is not the number of slots.
+
+Counting (I7). `generated_tokens` is the sampler's own count, read when a report is made. Each training rollout that ends delivers
+num_action_tokens + discarded_tokens, lost ones included (Sampler.release tells them). So generated - delivered is exactly what
+the rollouts in flight have drawn so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace import clock
+from headrace.config import Settings
+from headrace.errors import InvariantError, WorkerLostError
+from headrace.roles import Sampler, Tokenizer
+from headrace.rollout.roll_out import ENVIRONMENT_PHASES, Phase, RolloutProgress, UserCode, roll_out
+from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, WeightUpdate, WorkerReport
+
+HEARTBEAT_SECONDS = 1.0
+ACTIVITY_SECONDS = 1.0
+"""Decode work is aggregated over at least this long."""
+ROOM_CHECK_SECONDS = 0.05
+"""Room that opens because rollouts wait is reported at most this often."""
+RESET_SECONDS = 1.0
+"""A reset that lasts longer no longer keeps a slot reserved for its rollout."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    request: RolloutRequest
+    progress: RolloutProgress
+
+
+class RolloutWorkerCore:
+    """Implements roles.RolloutWorker in the loop that awaits `run()`. A runtime hosts it in a process of its own, or not."""
+
+    def __init__(self, *, name: str, sampler: Sampler, user_code: UserCode, tokenizer: Tokenizer, settings: Settings) -> None:
+        self.name = name
+        self._sampler = sampler
+        self._user_code = user_code
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._rollouts: dict[RolloutKey, _InFlight] = {}
+        self._finished: list[FinishedRollout] = []
+        self._changed = asyncio.Event()
+        self._changed.set()  # the first report tells the room
+        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._announced = asyncio.Event()
+        self._announced_version: PolicyVersion | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._failure: BaseException | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._room_check: asyncio.TimerHandle | None = None
+        self._reported_room = 0
+        self._activity_seconds: float | None = None
+
+    async def run(self) -> None:
+        """Serves until `stop`. Ends every rollout and the user's processes before it returns, however it ends."""
+        self._activity_seconds = clock.now()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for rollout in self._rollouts.values():
+                    group.create_task(self._run_one(rollout))
+                engine = group.create_task(self._sampler.run(self._waiting_for))
+                acknowledging = group.create_task(self._acknowledge())
+                await self._stop.wait()
+                for rollout in self._rollouts.values():
+                    rollout.progress.cut()
+                await self._idle.wait()
+                acknowledging.cancel()
+                engine.cancel()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._group = None
+            self._stop.set()
+            for timer in (self._heartbeat, self._room_check):
+                if timer is not None:
+                    timer.cancel()
+            self._ended.set()
+            self._changed.set()
+            await self._user_code.close()
+
+    async def start(self, requests: Sequence[RolloutRequest]) -> None:
+        if self._stop.is_set():
+            raise WorkerLostError(f"{self.name} has been stopped and starts no rollouts.")
+        for request in requests:
+            if request.key in self._rollouts:
+                raise InvariantError(f"{self.name}: {request.key} was started twice.")
+            rollout = _InFlight(request=request, progress=RolloutProgress(since_seconds=clock.now(), on_wait=self._expect_room))
+            self._rollouts[request.key] = rollout
+            self._idle.clear()
+            if self._group is not None:
+                self._group.create_task(self._run_one(rollout))
+        if self._rollouts and self._heartbeat is None:
+            self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+
+    async def next_report(self) -> WorkerReport:
+        """Raises WorkerLostError when the worker has ended and everything it finished has been reported."""
+        await self._changed.wait()
+        if self._ended.is_set() and not self._finished:
+            cause = f": {self._failure!r}" if self._failure is not None else ""
+            raise WorkerLostError(f"{self.name} has ended{cause}.") from self._failure
+        if not self._ended.is_set():
+            self._changed.clear()
+        finished, self._finished = tuple(self._finished), []
+        self._reported_room = self._room()
+        return WorkerReport(
+            worker=self.name,
+            version=self._sampler.version,
+            finished=finished,
+            room=self._reported_room,
+            in_flight=len(self._rollouts),
+            generated_tokens=self._sampler.generated_tokens,
+            longest_wait=self._longest_wait(),
+            activity=self._sampler.take_activity() if self._activity_is_due() else None,
+        )
+
+    async def announce(self, update: WeightUpdate) -> None:
+        if self._announced_version is None or update.version > self._announced_version:
+            self._announced_version = update.version
+        self._sampler.wake()
+        self._announced.set()
+
+    async def cancel(self, keys: Sequence[RolloutKey]) -> None:
+        for key in keys:
+            if key in self._rollouts:
+                self._rollouts[key].progress.cut()
+
+    async def stop(self) -> None:
+        """Ends the rollouts in flight as CANCELLED; what finished can still be taken by `next_report`."""
+        self._stop.set()
+        if self._group is not None:
+            await self._ended.wait()
+
+    async def _run_one(self, rollout: _InFlight) -> None:
+        trajectory = await roll_out(
+            rollout.request,
+            sampler=self._sampler,
+            tokenizer=self._tokenizer,
+            user_code=self._user_code,
+            settings=self._settings.rollout,
+            progress=rollout.progress,
+        )
+        del self._rollouts[rollout.request.key]
+        self._finished.append(FinishedRollout(summary=trajectory.summary(), payload=trajectory.to_bytes()))
+        self._changed.set()
+        if not self._rollouts:
+            self._idle.set()
+
+    async def _acknowledge(self) -> None:
+        """A report follows as soon as announced weights are in use."""
+        while True:
+            await self._announced.wait()
+            self._announced.clear()
+            assert self._announced_version is not None
+            await self._sampler.applied(self._announced_version)
+            self._changed.set()
+
+    def _beat(self) -> None:
+        self._heartbeat = None
+        if self._rollouts:
+            self._changed.set()
+            self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+
+    def _expect_room(self) -> None:
+        if self._room_check is None:
+            self._room_check = asyncio.get_running_loop().call_later(ROOM_CHECK_SECONDS, self._check_room)
+
+    def _check_room(self) -> None:
+        self._room_check = None
+        if self._room() > self._reported_room:
+            self._changed.set()
+
+    def _room(self) -> int:
+        if self._stop.is_set():
+            return 0
+        time = clock.now()
+        free = self._sampler.max_running - sum(not self._gave_its_slot_away(rollout.progress, time) for rollout in self._rollouts.values())
+        if self._settings.sampler.max_in_flight is not None:
+            free = min(free, self._settings.sampler.max_in_flight - len(self._rollouts))
+        return max(0, free)
+
+    def _gave_its_slot_away(self, progress: RolloutProgress, time: float) -> bool:
+        """An environment that answers within the time in which the sampler gathers answers does not count as waiting."""
+        patience = RESET_SECONDS if progress.phase is Phase.RESET else self._settings.sampler.gather_seconds
+        return progress.phase in ENVIRONMENT_PHASES and time - progress.since_seconds > patience
+
+    def _longest_wait(self) -> str | None:
+        texts = [self._user_code.warning()]
+        if self._rollouts:
+            oldest = min(self._rollouts.values(), key=lambda rollout: rollout.progress.since_seconds)
+            key, progress = oldest.request.key, oldest.progress
+            waited = clock.now() - progress.since_seconds
+            texts.append(
+                f"group {key.group_id} member {key.member}, step {progress.step} of task {oldest.request.task.id}: waits {waited:.3g} s for {progress.phase}"
+            )
+        return "; ".join(text for text in texts if text) or None
+
+    def _activity_is_due(self) -> bool:
+        time = clock.now()
+        if self._activity_seconds is None or (time - self._activity_seconds < ACTIVITY_SECONDS and not self._ended.is_set()):
+            return False
+        self._activity_seconds = time
+        return True
+
+    def _waiting_for(self) -> str:
+        return "environment" if self._rollouts else "admission"
