@@ -1,0 +1,73 @@
+"""Where a sampler's wall time goes: busy by number of running sequences, idle by reason. One clock reading a change of state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.types import WorkerActivity
+
+
+class ActivityMeter:
+    """A state machine over time: each stretch belongs to exactly one state, so the parts sum to the whole."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self._idle_reason = "admission"
+        self._running: dict[int, float] = {}
+        self._idle: dict[str, float] = {}
+        self._apply_seconds = 0.0
+        self._counters = (0, 0, 0, 0)
+
+    def start(self) -> None:
+        self._since = self._clock()
+
+    def stop(self) -> None:
+        self._close()
+        self._since = None
+
+    def idle(self, reason: str) -> None:
+        """From now on nothing is computed, for this reason."""
+        self._close()
+        self._idle_reason = reason
+
+    def busy(self, running: int) -> None:
+        """The stretch that just ended was a step of so many sequences."""
+        seconds = self._elapsed()
+        self._running[running] = self._running.get(running, 0.0) + seconds
+
+    def applied(self) -> None:
+        """The stretch that just ended took up new weights."""
+        seconds = self._elapsed()
+        self._idle["weights"] = self._idle.get("weights", 0.0) + seconds
+        self._apply_seconds += seconds
+
+    def take(self, *, decode_steps: int, prefill_tokens: int, sampled_tokens: int, applied_updates: int) -> WorkerActivity:
+        """The work since the last take; the arguments are cumulative counters."""
+        self._close()
+        counters = (decode_steps, prefill_tokens, sampled_tokens, applied_updates)
+        steps, prefill, sampled, applied = (new - old for new, old in zip(counters, self._counters, strict=True))
+        busy, idle = sum(self._running.values()), sum(self._idle.values())
+        activity = WorkerActivity(
+            seconds=busy + idle,
+            busy_seconds=busy,
+            running_seconds=dict(sorted(self._running.items())),
+            idle_seconds=dict(sorted(self._idle.items())),
+            decode_steps=steps,
+            prefill_tokens=prefill,
+            sampled_tokens=sampled,
+            apply_seconds=self._apply_seconds,
+            applied_updates=applied,
+        )
+        self._running, self._idle, self._apply_seconds, self._counters = {}, {}, 0.0, counters
+        return activity
+
+    def _close(self) -> None:
+        if self._since is not None and (seconds := self._elapsed()) > 0:
+            self._idle[self._idle_reason] = self._idle.get(self._idle_reason, 0.0) + seconds
+
+    def _elapsed(self) -> float:
+        now = self._clock()
+        seconds = 0.0 if self._since is None else now - self._since
+        self._since = now
+        return seconds

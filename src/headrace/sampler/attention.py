@@ -1,0 +1,196 @@
+"""Attention of a packed batch over a slot cache, and the plan that says which packed token belongs to which slot.
+
+A step packs the new tokens of all its rows into one line [1, N], so that every layer but attention computes exactly N tokens,
+whether a row brings one token (decode), three (a short observation) or a thousand (a prompt). Attention works on groups of
+rows: queries are padded inside a group, keys and values are gathered from the rows' slots up to the group's longest context.
+Measured (64 rows, 64 tokens of context): the gather costs 0.02 ms beside 0.1 ms of attention, so rows stay where they are.
+
+Shapes: _N packed tokens, _R rows of a group, _Q queries (padded), _L keys, _H heads, _K key-value heads, _D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+
+from headrace.errors import ModelError
+
+ATTENTION_NAME = "headrace_slots"
+SHORT_TOKENS = 8
+"""Rows with at most so many new tokens are attended together, padded to the longest of them."""
+_FUSED_QUERIES = 16
+"""From so many queries on torch's fused attention is faster than two matrix products, and needs no [Q, L] scores."""
+_SMALLEST_WINDOW = 128
+"""Rows whose context is within it are never kept apart: short contexts cost less than one more group."""
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """Rows attended together: packed tokens [first, last)."""
+
+    first: int
+    last: int
+    slots_R: torch.Tensor
+    num_rows: int
+    num_queries: int
+    num_keys: int
+    pad_RQ: torch.Tensor | None
+    """[R * Q] packed token (from `first`) of each padded query; None when all rows have Q queries."""
+    unpad_N: torch.Tensor | None
+    """[last - first] padded query of each packed token."""
+    positions_RQ: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """By sliding window: [R, 1, Q, L], 0 or -inf."""
+
+    def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if (mask := self.masks.get(sliding_window)) is None:
+            keys_L = torch.arange(self.num_keys, device=self.positions_RQ.device)
+            hidden = keys_L > self.positions_RQ[:, None, :, None]
+            if sliding_window is not None:
+                hidden |= keys_L <= self.positions_RQ[:, None, :, None] - sliding_window
+            mask = self.masks[sliding_window] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        return mask
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """One forward's batch. Rows are packed in the order of `order`, which says where each given row went."""
+
+    token_ids: torch.Tensor
+    """[1, N]"""
+    positions: torch.Tensor
+    """[1, N]"""
+    slots_N: torch.Tensor
+    last_R: torch.Tensor
+    """Packed index of each row's last token, in the order in which the rows were given."""
+    groups: list[RowGroup]
+    num_tokens: int
+    writes: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By number of key-value heads: [N * K] row of the flat cache that each key goes to."""
+
+    def write_index(self, num_heads: int, context: int) -> torch.Tensor:
+        if (index := self.writes.get(num_heads)) is None:
+            heads = torch.arange(num_heads, device=self.slots_N.device)
+            index = ((self.slots_N[:, None] * num_heads + heads) * context + self.positions[0][:, None]).flatten()
+            self.writes[num_heads] = index
+        return index
+
+
+current_plan: ContextVar[BatchPlan] = ContextVar("current_plan")
+
+
+def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
+    """Packs rows: `new_tokens[r]` follow `starts[r]` tokens that slot `slots[r]` already holds."""
+    lengths_R = np.fromiter(map(len, new_tokens), np.int64, len(new_tokens))
+    starts_R, slots_R = np.array(starts, np.int64), np.array(slots, np.int64)
+    members = _group_rows(lengths_R, starts_R)
+    order = members[0] if len(members) == 1 else np.concatenate(members)
+    identity = len(members) == 1
+    lengths, begins = lengths_R[order], starts_R[order]
+    ends = np.cumsum(lengths)
+    num_tokens = int(ends[-1])
+    packed = np.empty((3, num_tokens), np.int64)
+    packed[0] = list(chain.from_iterable(new_tokens if identity else [new_tokens[row] for row in order.tolist()]))
+    packed[1] = np.arange(num_tokens) + np.repeat(begins - (ends - lengths), lengths)
+    packed[2] = np.repeat(slots_R[order], lengths)
+    last_R = np.empty(len(order), np.int64)
+    last_R[order] = ends - 1
+    packed_on_device = torch.from_numpy(packed).to(device)
+    groups, position = [], 0
+    for rows in members:
+        groups.append(_make_group(position, lengths_R[rows], starts_R[rows], slots_R[rows], device))
+        position = groups[-1].last
+    return BatchPlan(packed_on_device[0:1], packed_on_device[1:2], packed_on_device[2], torch.from_numpy(last_R).to(device), groups, num_tokens)
+
+
+def _group_rows(lengths_R: np.ndarray[Any, Any], starts_R: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Row numbers by group: like numbers of queries together, and contexts within a factor of 4."""
+    ends_R = lengths_R + starts_R
+    if lengths_R.max() <= SHORT_TOKENS and ends_R.max() <= _SMALLEST_WINDOW:
+        return [np.arange(len(lengths_R))]
+    queries = np.where(lengths_R <= SHORT_TOKENS, 0, np.ceil(np.log2(lengths_R))).astype(np.int64)
+    windows = np.ceil(np.log2(np.maximum(ends_R / _SMALLEST_WINDOW, 1)) / 2).astype(np.int64)
+    kinds = queries * 64 + windows
+    return [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+
+
+def _make_group(first: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], device: torch.device) -> RowGroup:
+    num_queries = int(lengths.max())
+    queries_Q = np.arange(num_queries)
+    pad = unpad = None
+    inside = np.minimum(queries_Q, lengths[:, None] - 1)  # a padded query repeats the row's last one: it always sees a key
+    if int(lengths.min()) != num_queries:
+        begins = np.cumsum(lengths) - lengths
+        pad = torch.from_numpy((begins[:, None] + inside).ravel()).to(device)
+        unpad = torch.from_numpy(np.flatnonzero((queries_Q < lengths[:, None]).ravel())).to(device)
+    return RowGroup(
+        first=first,
+        last=first + int(lengths.sum()),
+        slots_R=torch.from_numpy(slots).to(device),
+        num_rows=len(lengths),
+        num_queries=num_queries,
+        num_keys=int((lengths + starts).max()),
+        pad_RQ=pad,
+        unpad_N=unpad,
+        positions_RQ=torch.from_numpy(starts[:, None] + inside).to(device),
+    )
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, N, D]; key and value are the whole slot tensors [slots, K, context, D]."""
+    for name in ("position_bias", "s_aux", "cum_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} passes '{name}' to attention, which the transformers sampler does not compute.")
+    if attention_mask is not None or kwargs.get("is_causal") is False:
+        raise ModelError(f"{type(module).__name__} wants a mask of its own; the transformers sampler serves plain causal attention only.")
+    plan = current_plan.get()
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    query_NHD = query[0].transpose(0, 1)
+    parts = [_attend(group, query_NHD[group.first : group.last], key, value, scaling, sliding_window, softcap) for group in plan.groups]
+    output = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return output[None], None
+
+
+def _attend(
+    group: RowGroup, query_NHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """[tokens of the group, H, D]"""
+    _, num_heads, head_size = query_NHD.shape
+    key_RKLD = key[:, :, : group.num_keys].index_select(0, group.slots_R)
+    value_RKLD = value[:, :, : group.num_keys].index_select(0, group.slots_R)
+    key_heads = key.shape[1]
+    rows, queries, repeats = group.num_rows, group.num_queries, num_heads // key_heads
+    padded = query_NHD if group.pad_RQ is None else query_NHD.index_select(0, group.pad_RQ)
+    mask = group.mask(sliding_window, query_NHD.dtype)
+    if queries >= _FUSED_QUERIES and softcap is None:
+        query_RHQD = padded.reshape(rows, queries, num_heads, head_size).transpose(1, 2)
+        attended = functional.scaled_dot_product_attention(query_RHQD, key_RKLD, value_RKLD, mask, scale=scaling, enable_gqa=repeats > 1)
+        output = attended.transpose(1, 2).reshape(rows * queries, num_heads, -1)
+    else:
+        query_RKGQD = padded.reshape(rows, queries, key_heads, repeats, head_size).permute(0, 2, 3, 1, 4)
+        scores = torch.matmul((query_RKGQD * scaling).reshape(rows, key_heads, repeats * queries, head_size), key_RKLD.transpose(-1, -2))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = (scores.view(rows, key_heads, repeats, queries, -1) + mask[:, :, None]).softmax(-1)
+        attended = torch.matmul(scores.view(rows, key_heads, repeats * queries, -1), value_RKLD)
+        attended = attended.view(rows, key_heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
+        output = attended.reshape(rows * queries, num_heads, -1)
+    return output if group.unpad_N is None else output.index_select(0, group.unpad_N)

@@ -1,0 +1,271 @@
+"""The decode engine: takes rows, gives completions, one forward a step. Synchronous; transformers_sampler gives it a loop.
+
+One step serves every row that needs few tokens (decode, a short observation) and as much of the longer prompts as
+`max_prefill_tokens` allows, so a prompt never stops the others. Weights change only between two steps (case 11).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from headrace.config import SamplerSettings, UpdateMode
+from headrace.errors import HeadraceError, ModelError
+from headrace.roles import Tokenizer, WeightReader
+from headrace.sampler.attention import SHORT_TOKENS, make_plan
+from headrace.sampler.model import ServedModel
+from headrace.sampler.rows import Row, SlotTable
+from headrace.sampler.sampling import draw, uniforms
+from headrace.types import PolicyVersion, RolloutKey, StopReason
+
+
+class Engine:
+    """Rows, slots and weights of one model."""
+
+    def __init__(self, model: ServedModel, *, settings: SamplerSettings, max_context_tokens: int, weights: WeightReader | None, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self.settings = settings
+        self.max_context_tokens = max_context_tokens
+        self.num_slots = self._affordable_slots()
+        self.max_running = min(settings.max_running, self.num_slots)
+        self.cache = model.new_cache(self.num_slots, max_context_tokens)
+        self.slots = SlotTable(self.num_slots)
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.version = PolicyVersion(0, 0)
+        self.held = False
+        self.generated_tokens = 0
+        self.decode_steps = 0
+        self.prefill_tokens = 0
+        self.applied_updates = 0
+        self._weights = weights
+        self._tokenizer = tokenizer
+        self._draining = False
+
+    @property
+    def num_ready(self) -> int:
+        """Requests that hold or wait for a decode slot."""
+        return len(self.running) + len(self.waiting)
+
+    def add(self, row: Row) -> None:
+        self.slots.resume(row)
+        self.waiting.append(row)
+
+    def drop(self, row: Row) -> None:
+        """The request was cancelled."""
+        if row in self.running:
+            self.running.remove(row)
+        elif row in self.waiting:
+            self.waiting.remove(row)
+        else:
+            return
+        self._free(row)
+
+    def release(self, key: RolloutKey) -> None:
+        self.slots.forget(key)
+        for row in (*self.running, *self.waiting):
+            if row.request.key == key:
+                row.keep = False
+
+    def fail_all(self, error: BaseException) -> None:
+        """The engine ends: nobody is left waiting."""
+        for row in (*self.running, *self.waiting):
+            if not row.future.done():
+                row.future.set_exception(error) if isinstance(error, Exception) else row.future.cancel()
+        self.running.clear()
+        self.waiting.clear()
+
+    def take_up_weights(self) -> bool:
+        """Applies newer weights if there are any and the update mode allows it now. Called between two steps."""
+        if self._weights is None or self.held:
+            self._draining = False
+            return False
+        newest = self._weights.newest_version()
+        if newest is None or newest <= self.version:
+            return False
+        mode = self.settings.update_mode
+        if mode is UpdateMode.WAIT and self.running:
+            self._draining = True
+            return False
+        if any(row.recomputing for row in self.running):
+            return False  # else updates that come faster than caches are recomputed would stop all progress
+        self._draining = False
+        self.version = self._weights.load_into(self.model.parameters)
+        self.applied_updates += 1
+        if mode is not UpdateMode.KEEP or self.settings.recompute_kv:
+            self._start_over(discard=mode is UpdateMode.ABORT)
+        return True
+
+    def step(self) -> int:
+        """One forward and one token for every row that is through with its context. Gives the number of rows served."""
+        self._admit()
+        rows, counts = self._choose_rows()
+        if not rows:
+            return 0
+        plan = make_plan(
+            [row.tokens[row.cached : row.cached + count] for row, count in zip(rows, counts, strict=True)],
+            [row.cached for row in rows],
+            [row.slot for row in rows],
+            self.model.device,
+        )
+        drawing, where = [], []
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            row.cached += count
+            if row.cached == len(row.tokens):
+                row.recomputing = False
+                drawing.append(row)
+                where.append(index)
+        last = plan.last_R if len(where) == len(rows) else plan.last_R[where]
+        logits_RV = self.model.forward(self.cache, plan, last)
+        self.decode_steps += 1
+        self.prefill_tokens += plan.num_tokens - len(drawing)
+        if drawing:
+            self._draw(drawing, logits_RV)
+        return len(rows)
+
+    def _admit(self) -> None:
+        if self._draining or not self.waiting or len(self.running) >= self.max_running:
+            return
+        blocked: list[Row] = []
+        while self.waiting and len(self.running) < self.max_running:
+            row = self.waiting.popleft()
+            if row.slot < 0:
+                slot = None if blocked else self.slots.take()
+                if slot is None:
+                    blocked.append(row)  # those behind it that hold a slot may pass
+                    continue
+                row.slot = slot
+            self.running.append(row)
+        self.waiting.extendleft(reversed(blocked))
+
+    def _choose_rows(self) -> tuple[list[Row], list[int]]:
+        """Rows of this step and how many of their tokens it computes."""
+        rows, counts = [], []
+        budget = self.settings.max_prefill_tokens
+        for row in self.running:
+            count = len(row.tokens) - row.cached
+            if count > SHORT_TOKENS:
+                count = min(count, budget)
+                if count <= 0:
+                    continue
+                budget -= count
+            rows.append(row)
+            counts.append(count)
+        return rows, counts
+
+    def _draw(self, rows: list[Row], logits_RV: torch.Tensor) -> None:
+        numbers = uniforms([row.stream for row in rows], [len(row.logprobs) for row in rows])
+        draws = draw(logits_RV, [row.request.sampling for row in rows], numbers)
+        version = self.version
+        ended = False
+        for row, token, logprob in zip(rows, draws.tokens, draws.logprobs, strict=True):
+            if logprob != logprob:
+                self._fail_not_finite(row)
+                ended = True
+                continue
+            row.record(token, logprob, version)
+            self.generated_tokens += 1
+            try:
+                reason = self._stop_reason(row, token)
+            except Exception as error:  # the tokenizer is foreign code: its failure ends this request only
+                self._end(row, error=error)
+                ended = True
+                continue
+            if reason is not None:
+                self._end(row, reason=reason)
+                ended = True
+        if ended:
+            self.running = [row for row in self.running if not row.future.done()]
+
+    def _stop_reason(self, row: Row, token: int) -> StopReason | None:
+        sampling = row.request.sampling
+        if token in sampling.stop_tokens:
+            return StopReason.STOP
+        if sampling.stop_strings and self._ends_in_stop_string(row):
+            return StopReason.STOP
+        if len(row.logprobs) >= sampling.max_action_tokens:
+            return StopReason.MAX_TOKENS
+        if len(row.tokens) >= self.max_context_tokens:
+            return StopReason.CONTEXT
+        return None
+
+    def _ends_in_stop_string(self, row: Row) -> bool:
+        """Decodes only as many of the last tokens as the longest stop string can span."""
+        stops = row.request.sampling.stop_strings
+        longest = max(map(len, stops))
+        drawn = len(row.logprobs)
+        width = longest + 4
+        while True:
+            text = self._tokenizer.decode(row.tokens[-min(width, drawn) :], skip_special_tokens=False)
+            if len(text) >= longest + 4 or width >= drawn:
+                return any(stop in text for stop in stops)
+            width *= 2
+
+    def _end(self, row: Row, *, reason: StopReason | None = None, error: Exception | None = None) -> None:
+        if row.keep and error is None:
+            self.slots.keep(row.request.key, row.slot, row.tokens, row.cached)
+            row.slot = -1
+        else:
+            self._free(row)
+        if row.future.done():
+            return
+        if error is None:
+            assert reason is not None
+            row.future.set_result(row.completion(reason))
+        else:
+            row.future.set_exception(error)
+
+    def _fail_not_finite(self, row: Row) -> None:
+        if row.slot >= 0:
+            self.cache.clear(row.slot)
+        key = row.request.key
+        self._end(
+            row,
+            error=HeadraceError(
+                f"Group {key.group_id} member {key.member}: the model gave a logit that is not finite at token {len(row.tokens)} under weights {self.version}.",
+                remedy="The weights have diverged or overflow: lower learner.learning_rate, or use a wider dtype.",
+            ),
+        )
+
+    def _free(self, row: Row) -> None:
+        if row.slot >= 0:
+            self.slots.give(row.slot)
+            row.slot = -1
+
+    def _start_over(self, *, discard: bool) -> None:
+        """No cache of older weights is read again; with `discard` the actions in progress are drawn again too."""
+        self.slots.invalidate_kept()
+        for row in (*self.running, *self.waiting):
+            row.cached = 0
+        for row in self.running:
+            if discard:
+                row.discard()
+            else:
+                row.recomputing = True
+
+    def _affordable_slots(self) -> int:
+        budget, size = self.settings.kv_memory_bytes, self.model.slot_bytes
+        if budget < size:
+            raise ModelError(
+                f"sampler.kv_memory_bytes is {budget}, but one sequence of {self.max_context_tokens} tokens takes {size} bytes.",
+                remedy="Raise sampler.kv_memory_bytes or lower rollout.max_tokens.",
+            )
+        most = self.settings.max_in_flight
+        return budget // size if most is None else min(budget // size, max(most, self.settings.max_running))
+
+
+def score_batch(model: ServedModel, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probability of each token given those before it, temperature 1; [len - 1] each. One forward, its own scratch cache."""
+    lengths = [len(sequence) - 1 for sequence in sequences]
+    cache = model.new_cache(len(sequences), max(lengths))
+    plan = make_plan([list(sequence[:-1]) for sequence in sequences], [0] * len(sequences), list(range(len(sequences))), model.device)
+    logits_NV = model.forward(cache, plan, torch.arange(plan.num_tokens, device=model.device))
+    targets = [list(sequence[1:]) for sequence in sequences]
+    scores: list[list[float]] = []
+    for last, target in zip(plan.last_R.tolist(), targets, strict=True):
+        part = torch.log_softmax(logits_NV[last + 1 - len(target) : last + 1].double(), -1)
+        index = torch.tensor(target, device=model.device)[:, None]
+        scores.append(part.gather(-1, index)[:, 0].clamp_(max=0.0).tolist())
+    return scores

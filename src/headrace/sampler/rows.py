@@ -1,0 +1,118 @@
+"""Requests as the engine holds them: one row an action in progress, and the storage slots with what idle rollouts keep in them."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from headrace.errors import HeadraceError
+from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, StopReason, VersionSpan
+
+
+class PromptTooLongError(HeadraceError):
+    """One request's context leaves no room for a token; only that request fails."""
+
+
+class Row:
+    """One action being drawn. `tokens[:cached]` have their keys and values in `slot`; the last drawn token never has."""
+
+    __slots__ = ("cached", "discarded", "future", "keep", "logprobs", "num_context", "recomputing", "request", "slot", "spans", "stream", "tokens")
+
+    def __init__(self, request: SampleRequest, stream: int, future: Future[Completion]) -> None:
+        self.request = request
+        self.stream = stream
+        self.future = future
+        self.keep = request.keep_cache
+        self.tokens = list(request.tokens)
+        self.num_context = len(self.tokens)
+        self.cached = 0
+        self.slot = -1
+        self.logprobs: list[float] = []
+        self.spans: list[tuple[PolicyVersion, int]] = []
+        """(version, first token of the action drawn by it)"""
+        self.discarded = 0
+        self.recomputing = False
+        """Its KV cache is being computed again under new weights."""
+
+    def record(self, token: int, logprob: float, version: PolicyVersion) -> None:
+        if not self.spans or self.spans[-1][0] != version:
+            self.spans.append((version, len(self.logprobs)))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+
+    def discard(self) -> None:
+        """Throws the drawn tokens away. They are drawn again from the same random numbers: whether an action is discarded depends
+        on how long it runs, and fresh numbers would therefore favour short actions."""
+        self.discarded += len(self.logprobs)
+        del self.tokens[self.num_context :]
+        self.logprobs.clear()
+        self.spans.clear()
+
+    def completion(self, reason: StopReason) -> Completion:
+        ends = [start for _, start in self.spans[1:]] + [len(self.logprobs)]
+        return Completion(
+            tokens=tuple(self.tokens[self.num_context :]),
+            logprobs=tuple(self.logprobs),
+            version_spans=tuple([VersionSpan(version=version, start=start, end=end) for (version, start), end in zip(self.spans, ends, strict=True)]),
+            stop_reason=reason,
+            discarded_tokens=self.discarded,
+        )
+
+
+@dataclass(slots=True)
+class Kept:
+    """The cache of a rollout that waits for its environment."""
+
+    slot: int
+    tokens: list[int]
+    cached: int
+
+
+class SlotTable:
+    """Storage slots: free, held by a row, or kept for an idle rollout. Kept ones are given up, least recently used first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._kept: OrderedDict[RolloutKey, Kept] = OrderedDict()
+        self.num_evicted = 0
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def take(self) -> int | None:
+        """A slot for a new sequence; None when rows hold them all."""
+        if self._free:
+            return self._free.pop()
+        if not self._kept:
+            return None
+        _, kept = self._kept.popitem(last=False)
+        self.num_evicted += 1
+        return kept.slot
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def keep(self, key: RolloutKey, slot: int, tokens: list[int], cached: int) -> None:
+        self.forget(key)
+        self._kept[key] = Kept(slot, tokens, cached)
+
+    def resume(self, row: Row) -> None:
+        """Hands the row the slot that its rollout kept, and as much of the cache as its context continues."""
+        kept = self._kept.pop(row.request.key, None)
+        if kept is None:
+            return
+        row.slot = kept.slot
+        # The last token's logits are wanted, so at least one token is computed.
+        if row.tokens[: len(kept.tokens)] == kept.tokens:
+            row.cached = min(kept.cached, len(row.tokens) - 1)
+
+    def forget(self, key: RolloutKey) -> None:
+        if (kept := self._kept.pop(key, None)) is not None:
+            self._free.append(kept.slot)
+
+    def invalidate_kept(self) -> None:
+        """Idle rollouts' keys and values are of older weights and must not be read again."""
+        for kept in self._kept.values():
+            kept.cached = 0

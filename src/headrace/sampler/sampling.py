@@ -1,0 +1,108 @@
+"""Drawing one token a row from logits: random streams, distribution, inverse CDF, log-probability. Pure functions.
+
+Shapes: _R rows, _V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.types import RolloutKey, SamplingParameters
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+
+
+class Draws(NamedTuple):
+    """What one step drew."""
+
+    tokens: list[int]
+    """[R]"""
+    logprobs: list[float]
+    """[R] natural log, <= 0; NaN where the row's logits held a NaN or +inf, whose token means nothing."""
+
+
+def stream_key(seed: int, key: RolloutKey, step: int) -> int:
+    """64 bits that name one action's random stream; a chain of SplitMix64 finalizers over the five numbers."""
+    state = 0
+    for part in (seed, *key, step):
+        state = _mix((state ^ (part & _MASK)) + _GOLDEN & _MASK)
+    return state
+
+
+def uniforms(stream_keys: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """[R] one uniform in [0, 1) for token `positions[r]` of stream `stream_keys[r]`.
+
+    Counter-based SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 4): a number
+    depends on (stream, position) only, so it cannot depend on who shares the batch or on how often an action was begun again.
+    """
+    state = np.array(stream_keys, dtype=np.uint64)
+    state += (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MULTIPLIER_1)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MULTIPLIER_2)
+    state ^= state >> np.uint64(31)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw(logits_RV: torch.Tensor, parameters: Sequence[SamplingParameters], uniforms_R: npt.NDArray[np.float64]) -> Draws:
+    """One token a row by inverse CDF in float64, with its log-probability under the distribution drawn from.
+
+    Temperature 0 takes the most likely token and states its log-probability at temperature 1.
+    """
+    logits_RV = logits_RV.double()
+    first = parameters[0]
+    plain = first.temperature > 0 and first.top_k == 0 and first.top_p >= 1
+    if plain and all(p is first or (p.temperature == first.temperature and p.top_k == 0 and p.top_p >= 1) for p in parameters):
+        if first.temperature != 1:
+            logits_RV = logits_RV / first.temperature
+        return _draw_from(torch.log_softmax(logits_RV, -1), uniforms_R, None)
+    greedy = [p.temperature == 0 for p in parameters]
+    temperatures = torch.tensor([p.temperature or 1.0 for p in parameters], dtype=torch.float64, device=logits_RV.device)
+    logprobs_RV = torch.log_softmax(logits_RV / temperatures[:, None], -1)
+    if any(p.top_k > 0 or p.top_p < 1 for p, is_greedy in zip(parameters, greedy, strict=True) if not is_greedy):
+        logprobs_RV = _truncate(logprobs_RV, parameters)
+    return _draw_from(logprobs_RV, uniforms_R, greedy if any(greedy) else None)
+
+
+def _draw_from(logprobs_RV: torch.Tensor, uniforms_R: npt.NDArray[np.float64], greedy: list[bool] | None) -> Draws:
+    cumulative_RV = logprobs_RV.exp().cumsum(-1)
+    total_R1 = cumulative_RV[:, -1:].contiguous()
+    targets_R1 = torch.from_numpy(uniforms_R).to(logprobs_RV.device)[:, None] * total_R1
+    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
+    # Rounding may lift a target onto the total; the last token with any probability is the first at which the total is reached.
+    tokens_R1 = torch.minimum(tokens_R1, torch.searchsorted(cumulative_RV, total_R1)).clamp_(max=logprobs_RV.shape[1] - 1)
+    if greedy is not None:
+        chosen_R1 = torch.tensor(greedy, device=logprobs_RV.device)[:, None]
+        tokens_R1 = torch.where(chosen_R1, logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
+    logprobs_R = logprobs_RV.gather(-1, tokens_R1)[:, 0]
+    logprobs_R = torch.where(total_R1[:, 0].isfinite(), logprobs_R, math.nan).clamp_(max=0.0)
+    return Draws(tokens_R1[:, 0].tolist(), logprobs_R.tolist())
+
+
+def _truncate(logprobs_RV: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
+    """Keeps each row's top_k tokens, then the fewest of them whose probability reaches top_p, and normalises again."""
+    vocabulary = logprobs_RV.shape[1]
+    device = logprobs_RV.device
+    greedy = [p.temperature == 0 for p in parameters]
+    top_k = torch.tensor([vocabulary if g or p.top_k == 0 else p.top_k for p, g in zip(parameters, greedy, strict=True)], device=device)
+    top_p = torch.tensor([2.0 if g or p.top_p >= 1 else p.top_p for p, g in zip(parameters, greedy, strict=True)], dtype=torch.float64, device=device)
+    sorted_RV, order_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
+    sorted_RV = sorted_RV.masked_fill(torch.arange(vocabulary, device=device) >= top_k[:, None], -math.inf)
+    sorted_RV = torch.log_softmax(sorted_RV, -1)
+    before_RV = sorted_RV.exp().cumsum(-1) - sorted_RV.exp()
+    sorted_RV = sorted_RV.masked_fill(before_RV >= top_p[:, None], -math.inf)
+    return torch.log_softmax(torch.empty_like(logprobs_RV).scatter_(-1, order_RV, sorted_RV), -1)
+
+
+def _mix(state: int) -> int:
+    state = (state ^ (state >> 30)) * _MULTIPLIER_1 & _MASK
+    state = (state ^ (state >> 27)) * _MULTIPLIER_2 & _MASK
+    return state ^ (state >> 31)

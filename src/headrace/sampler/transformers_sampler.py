@@ -1,0 +1,223 @@
+"""The sampler over transformers models: continuous batching in one asyncio loop.
+
+Loop  takes: requests (`sample`), sequences (`score`), published weights      gives: completions, log-probabilities
+      waits for: a request, a score, an announcement                          woken by: sample, score, wake, hold_weights
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.config import SamplerSettings
+from headrace.errors import HeadraceError
+from headrace.roles import Tokenizer, WaitingFor, WeightReader
+from headrace.sampler.activity import ActivityMeter
+from headrace.sampler.capacity import measure_capacity
+from headrace.sampler.engine import Engine, score_batch
+from headrace.sampler.model import ServedModel
+from headrace.sampler.rows import PromptTooLongError, Row
+from headrace.sampler.sampling import stream_key
+from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, WorkerActivity
+
+_SCORE_LOGITS = 2**24
+"""Numbers in the logits of one scoring forward at most, unless one sequence alone has more: 128 MiB in float64."""
+
+
+@dataclass(slots=True, eq=False)
+class _ScoreJob:
+    sequence: Sequence[int]
+    future: asyncio.Future[list[float]]
+
+
+class TransformersSampler:
+    """roles.Sampler over any causal LM of transformers that passes ServedModel's check.
+
+    `weights` None keeps the weights of `model_path`. Before the first publish the version is 0:0. Raises ModelError when the
+    model cannot be loaded or served, or when `settings.kv_memory_bytes` holds not even one sequence.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        settings: SamplerSettings,
+        max_context_tokens: int,
+        device: str,
+        dtype: str,
+        weights: WeightReader | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._model = ServedModel(model_path, max_context_tokens=max_context_tokens, device=device, dtype=dtype)
+        self._engine = Engine(self._model, settings=settings, max_context_tokens=max_context_tokens, weights=weights, tokenizer=tokenizer)
+        self._settings = settings
+        self._scores: deque[_ScoreJob] = deque()
+        self._wake = asyncio.Event()
+        self._full = asyncio.Event()
+        self._meter = ActivityMeter(_loop_time)
+        self.max_running = self._engine.max_running
+        self.max_context_tokens = max_context_tokens
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._engine.version
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.num_ready
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._engine.generated_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Storage slots that kv_memory_bytes pays for."""
+        return self._engine.num_slots
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Raises PromptTooLongError or another HeadraceError for this request only (case 14)."""
+        self._check(request)
+        row = Row(request, stream_key(request.seed, request.key, request.step), asyncio.get_running_loop().create_future())
+        self._engine.add(row)
+        self._wake.set()
+        if self._engine.num_ready >= self.max_running:
+            self._full.set()
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._engine.drop(row)
+            raise
+
+    def release(self, key: RolloutKey) -> None:
+        self._engine.release(key)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token given those before it, temperature 1, under the weights in use; [len - 1] each."""
+        for sequence in sequences:
+            if len(sequence) > self.max_context_tokens + 1:
+                raise PromptTooLongError(f"A sequence to score has {len(sequence)} tokens, the context holds {self.max_context_tokens}.")
+            self._check_tokens(sequence)
+        loop = asyncio.get_running_loop()
+        jobs = [_ScoreJob(sequence, loop.create_future()) for sequence in sequences]
+        self._scores.extend(job for job in jobs if len(job.sequence) > 1)
+        self._wake.set()
+        try:
+            return [await job.future if len(job.sequence) > 1 else [] for job in jobs]
+        except BaseException:
+            for job in jobs:
+                job.future.cancel()
+            raise
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def hold_weights(self, held: bool) -> None:
+        self._engine.held = held
+        self._wake.set()
+
+    def take_activity(self) -> WorkerActivity:
+        engine = self._engine
+        return self._meter.take(
+            decode_steps=engine.decode_steps,
+            prefill_tokens=engine.prefill_tokens,
+            sampled_tokens=engine.generated_tokens,
+            applied_updates=engine.applied_updates,
+        )
+
+    def measure_capacity(self) -> tuple[int, float]:
+        """(capacity, tokens/s at saturation): the smallest running batch that reaches 90 % of the best tokens/s (DESIGN section 2)."""
+        return measure_capacity(self._model, self.max_running, self.max_context_tokens)
+
+    async def run(self, waiting_for: WaitingFor) -> None:
+        self._meter.start()
+        try:
+            while True:
+                await self._once(waiting_for)
+        except BaseException as error:
+            self._engine.fail_all(error)
+            for job in self._scores:
+                job.future.cancel()
+            self._scores.clear()
+            raise
+        finally:
+            self._meter.stop()
+
+    async def _once(self, waiting_for: WaitingFor) -> None:
+        engine = self._engine
+        self._wake.clear()
+        if engine.take_up_weights():
+            self._meter.applied()
+        if not engine.num_ready and not self._scores:
+            self._meter.idle(waiting_for())
+            await self._wake.wait()
+            return
+        if engine.num_ready and engine.num_ready < self.max_running and waiting_for() == "environment":
+            await self._gather()
+        if engine.num_ready:
+            self._meter.idle("gather")
+            served = engine.step()
+            self._meter.busy(served)
+        if self._scores:
+            count = self._score_some()
+            self._meter.busy(count)
+        await asyncio.sleep(0)
+
+    async def _gather(self) -> None:
+        """Waits for more requests, up to gather_seconds or a full batch."""
+        self._meter.idle("gather")
+        self._full.clear()
+        try:
+            async with asyncio.timeout(self._settings.gather_seconds):
+                await self._full.wait()
+        except TimeoutError:
+            pass
+
+    def _score_some(self) -> int:
+        """One forward over jobs of like length."""
+        budget = min(self._settings.max_prefill_tokens, max(1, _SCORE_LOGITS // self._model.vocabulary_size))
+        alive = sorted((job for job in self._scores if not job.future.done()), key=lambda job: len(job.sequence))
+        taken: list[_ScoreJob] = []
+        for job in alive:
+            longest = len(job.sequence) - 1
+            if taken and (len(taken) + 1) * longest > budget:
+                break
+            taken.append(job)
+        self._scores = deque(alive[len(taken) :])
+        if taken:
+            for job, scores in zip(taken, score_batch(self._model, [job.sequence for job in taken]), strict=True):
+                job.future.set_result(scores)
+        return len(taken)
+
+    def _check(self, request: SampleRequest) -> None:
+        length, sampling = len(request.tokens), request.sampling
+        if length >= self.max_context_tokens:
+            raise PromptTooLongError(
+                f"Group {request.key.group_id} member {request.key.member}: the context of {length} tokens leaves no room for an action; "
+                f"the limit is {self.max_context_tokens} tokens.",
+                remedy="Shorten the prompt or raise rollout.max_tokens.",
+            )
+        if length == 0:
+            raise HeadraceError(f"Group {request.key.group_id} member {request.key.member}: the context is empty; a model continues at least one token.")
+        if not sampling.temperature >= 0 or sampling.max_action_tokens < 1 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+            raise HeadraceError(f"Sampling parameters out of range: {sampling}.")
+        self._check_tokens(request.tokens)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        """An unknown token would fail the forward of the whole batch."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary_size:
+            raise HeadraceError(
+                f"The context holds token {max(tokens) if max(tokens) >= self._model.vocabulary_size else min(tokens)}, the model knows 0 to "
+                f"{self._model.vocabulary_size - 1}.",
+                remedy="Use the tokenizer that belongs to the model.",
+            )
+
+
+def _loop_time() -> float:
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
