@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace.types import FinishedRollout, RolloutKey, Task
+from headrace.types import EndReason, FinishedRollout, RolloutKey, Task, TrajectorySummary
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,3 +49,24 @@ class Group:
             oldest = min(unmarked)
             self.oldest_unmarked = oldest if self.oldest_unmarked is None else min(oldest, self.oldest_unmarked)
         self.finished[finished.summary.key.member] = finished
+
+
+def lost_rollout(key: RolloutKey, task: Task) -> FinishedRollout:
+    """Stands for a rollout that will never be delivered."""
+    summary = TrajectorySummary(
+        key=key,
+        task_id=task.id,
+        task_kind=task.kind,
+        reward=0.0,
+        end_reason=EndReason.WORKER_LOST,
+        error="its worker was lost",
+        num_tokens=0,
+        num_action_tokens=0,
+        num_steps=0,
+        num_key_steps=0,
+        discarded_tokens=0,
+        versions=(),
+        seconds=0.0,
+        wait_seconds=0.0,
+    )
+    return FinishedRollout(summary=summary, payload=b"")

@@ -20,7 +20,7 @@ from headrace.clock import now
 from headrace.config import NoSignal, OnExpiry, Settings
 from headrace.errors import HeadraceError, InvariantError
 from headrace.pool import admission
-from headrace.pool.group import Group
+from headrace.pool.group import Group, lost_rollout
 from headrace.pool.ledger import Contents, Ledger, Spent
 from headrace.pool.outcomes import account
 from headrace.pool.selection import Chooser, has_signal
@@ -101,6 +101,8 @@ class ExperiencePool:
         self._next_group = self._next_selection = self._next_completion = 0
         self._learner_version = self._sampler_version = PolicyVersion(0, 0)
         self._reward_means: dict[int, float] = {}
+        self._num_delivered = 0
+        self._first_seconds: float | None = None
         self._changed = asyncio.Event()
         self._draining: str | None = None
         self._closed: str | None = None
@@ -127,6 +129,7 @@ class ExperiencePool:
             return None
         group_id, time = self._next_group, now()
         self._next_group += 1
+        self._first_seconds = time if self._first_seconds is None else self._first_seconds
         self._open[group_id] = Group(
             group_id=group_id,
             task=task,
@@ -173,6 +176,7 @@ class ExperiencePool:
         retry = None
         if not summary.failed:
             group.accept(finished)
+            self._num_delivered += 1
         elif self._may_retry(summary):
             retry = summary.key._replace(attempt=summary.key.attempt + 1)
             group.in_flight[retry.member] = retry.attempt
@@ -189,7 +193,7 @@ class ExperiencePool:
     def worker_lost(self, worker: str, keys: Sequence[RolloutKey]) -> tuple[AddResult, ...]:
         """A worker died with these rollouts in flight: what it drew for them becomes failed.worker_lost, they are tried again."""
         self.ledger.worker_lost(worker)
-        return tuple(self.add(_lost(key, self.task_of(key)), worker=worker) for key in keys)
+        return tuple(self.add(lost_rollout(key, self.task_of(key)), worker=worker) for key in keys)
 
     def task_of(self, key: RolloutKey) -> Task:
         """Of a rollout in flight. InvariantError for any other."""
@@ -344,7 +348,14 @@ class ExperiencePool:
     def statistics(self) -> PoolStatistics:
         """Levels now, and staleness of what is pooled against the version the next batch is trained from."""
         taken = [group for taken in self._taken.values() for group in taken.groups]
-        return measure(list(self._open.values()), taken, max_groups=self._max_outstanding, version=self._next_version())
+        return measure(
+            list(self._open.values()),
+            taken,
+            max_groups=self._max_outstanding,
+            version=self._next_version(),
+            num_delivered=self._num_delivered,
+            seconds=0.0 if self._first_seconds is None else now() - self._first_seconds,
+        )
 
     def waiting_text(self, learner_version: PolicyVersion) -> str:
         """Why take waits: "3 of 8 groups ready; the oldest rollout has been out for 41 s"."""
@@ -368,24 +379,3 @@ class ExperiencePool:
         """Everybody who waits looks again."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _lost(key: RolloutKey, task: Task) -> FinishedRollout:
-    """Stands for a rollout that will never be delivered."""
-    summary = TrajectorySummary(
-        key=key,
-        task_id=task.id,
-        task_kind=task.kind,
-        reward=0.0,
-        end_reason=EndReason.WORKER_LOST,
-        error="its worker was lost",
-        num_tokens=0,
-        num_action_tokens=0,
-        num_steps=0,
-        num_key_steps=0,
-        discarded_tokens=0,
-        versions=(),
-        seconds=0.0,
-        wait_seconds=0.0,
-    )
-    return FinishedRollout(summary=summary, payload=b"")

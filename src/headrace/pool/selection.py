@@ -83,19 +83,19 @@ class Chooser:
         return urgent if all(group.ready for group in urgent) else None
 
     def leaves_time(self, groups: Sequence[Group], taken: Sequence[Group], *, version: int) -> bool:
-        """Whether all groups but `taken` can still be taken in time after this batch."""
+        """Whether all groups but `taken` can still be taken in time after this batch; what is late already holds up nobody."""
         identifiers = {group.group_id for group in taken}
-        rest = (self.deadline(group) for group in groups if group.group_id not in identifiers)
-        return self.feasible(rest, version + self.updates_per_batch)
+        deadlines = (self.deadline(group) for group in groups if group.group_id not in identifiers)
+        return self._feasible([limit for limit in deadlines if limit >= version], version + self.updates_per_batch)
 
     def admits(self, groups: Sequence[Group], *, sampler_version: int, next_version: int) -> bool:
         """Whether one more group, sampled from `sampler_version` on, leaves every group a place in time."""
         if self.on_expiry is not OnExpiry.WAIT:
             return True
-        deadlines = [self.deadline(group) for group in groups]
-        return self.feasible([*deadlines, admission.deadline(sampler_version, self.take_bound)], next_version)
+        deadlines = [max(self.deadline(group), next_version) for group in groups]  # what is late still takes a place, now
+        return self._feasible([*deadlines, admission.deadline(sampler_version, self.take_bound)], next_version)
 
-    def feasible(self, deadlines: Iterable[float], next_version: int) -> bool:
+    def _feasible(self, deadlines: Iterable[float], next_version: int) -> bool:
         return admission.feasible(
             deadlines,
             next_version=next_version,

@@ -32,9 +32,14 @@ class PoolStatistics:
     staleness_mean: float
     """Updates, over the pooled tokens, against the version the next batch is trained from; 0 without tokens."""
     staleness_max: int
+    delivered_per_second: float
+    """Good trajectories, mean since the first reservation; 0 before any time has passed."""
+    retired_per_second: float
+    """The same, of those that came back and have left."""
 
 
-def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups: int, version: int) -> PoolStatistics:
+def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups: int, version: int, num_delivered: int, seconds: float) -> PoolStatistics:
+    """`num_delivered` good trajectories came back within `seconds`."""
     ages: Counter[int] = Counter()
     for group in open_groups:
         for finished in group.finished.values():
@@ -42,6 +47,7 @@ def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups:
                 ages[max(0, version - count.version.number)] += count.unmarked + count.key
     tokens = ages.total()
     ready = sum(group.ready for group in open_groups)
+    pooled = sum(len(group.finished) for group in (*open_groups, *taken))
     return PoolStatistics(
         max_groups=max_groups,
         outstanding_groups=len(open_groups) + len(taken),
@@ -49,10 +55,12 @@ def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups:
         ready_groups=ready,
         taken_groups=len(taken),
         rollouts_in_flight=sum(len(group.in_flight) for group in open_groups),
-        pooled_trajectories=sum(len(group.finished) for group in (*open_groups, *taken)),
+        pooled_trajectories=pooled,
         pooled_tokens=tokens,
         staleness_mean=sum(age * count for age, count in ages.items()) / tokens if tokens else 0.0,
         staleness_max=max(ages, default=0),
+        delivered_per_second=num_delivered / seconds if seconds > 0 else 0.0,
+        retired_per_second=(num_delivered - pooled) / seconds if seconds > 0 else 0.0,
     )
 
 
