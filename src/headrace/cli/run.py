@@ -1,0 +1,64 @@
+"""`headrace run`: train on a recipe, show how it goes, say where everything lies."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from headrace.cli.config import print_settings, settings_object
+from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
+from headrace.config_loading import ResolvedSettings, load_settings
+from headrace.errors import ConfigError, HeadraceError, Problem
+from headrace.events import read_events
+from headrace.report.summary import summarize
+
+
+def execute(arguments: argparse.Namespace, output: Output) -> int:
+    resolved = load_settings(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        print_settings(resolved, output)
+        output.result(settings_object(resolved))
+        return 0
+    return _train(resolved, choose_run_directory(arguments.run_dir, resolved.settings.run.name), output)
+
+
+def choose_run_directory(asked: str | None, name: str) -> Path:
+    """The directory of a new run, not made yet. Raises ConfigError when the one asked for is in use."""
+    if asked is None:
+        directory = stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        number = 1
+        while directory.exists():
+            number += 1
+            directory = stem.with_name(f"{stem.name}-{number}")
+        return directory.resolve()
+    directory = Path(asked)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        what = f"Run directory '{asked}' is not empty: a run directory holds one run."
+        raise ConfigError([Problem(key="--run-dir", value=asked, limit="new or empty", message=what, remedy="Name another one.")])
+    return directory.resolve()
+
+
+def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
+    from headrace.report.picture import end_picture
+    from headrace.report.progress import ProgressView
+    from headrace.runtime.local import run_local
+
+    output.say(f"headrace run {resolved.name} -> {directory}")
+    status, error, code = "done", None, 0
+    with contextlib.closing(ProgressView(output.people)) as view:
+        try:
+            asyncio.run(run_local(resolved, directory, subscribers=[view.on_event], progress=view.on_startup))
+        except KeyboardInterrupt:
+            status, error, code = "interrupted", INTERRUPTED_ERROR, INTERRUPTED
+        except HeadraceError as failure:
+            status, error, code = "failed", failure.as_json(), failure.exit_code
+            output.say_error(failure)
+    events = list(read_events(directory / "events.jsonl")) if (directory / "events.jsonl").exists() else []
+    print(end_picture(events, directory, width=output.width), file=output.people)
+    if status == "interrupted":
+        output.say("Interrupted.")
+    output.result({"run_dir": str(directory), **summarize(events)}, status=status, error=error)
+    return code
