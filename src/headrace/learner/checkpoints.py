@@ -1,0 +1,126 @@
+"""A learner's checkpoint: a Hugging Face directory that any tool loads, plus what the optimizer needs to go on exactly.
+
+    config.json, model*.safetensors, tokenizer files     as transformers writes them
+    optimizer.safetensors                                AdamW's moments and step counts by parameter name; data, not code
+    learner.json                                         schema, version, ancestry, settings
+
+Written to a directory beside the target, flushed to disk, then renamed: whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headrace.config import Settings
+from headrace.errors import CheckpointError
+from headrace.types import PolicyVersion
+
+SCHEMA = 1
+OPTIMIZER_FILE = "optimizer.safetensors"
+LEARNER_FILE = "learner.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerState:
+    """learner.json"""
+
+    version: PolicyVersion
+    ancestry: dict[int, int]
+    """lineage -> number of the version it started from."""
+    settings: dict[str, Any]
+
+
+def save_checkpoint(
+    directory: Path, model: Any, tokenizer: Any | None, optimizer: torch.optim.Optimizer, version: PolicyVersion, ancestry: dict[int, int], settings: Settings
+) -> None:
+    """Writes the directory, replacing one of that name. Raises CheckpointError; then the old one, if any, is still there."""
+    partial = directory.parent / f".{directory.name}.partial"
+    replaced = directory.parent / f".{directory.name}.replaced"
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        save_file(_moments(model, optimizer), partial / OPTIMIZER_FILE)
+        learner = {"schema": SCHEMA, "version": list(version), "ancestry": sorted(ancestry.items()), "settings": settings.model_dump(mode="json")}
+        (partial / LEARNER_FILE).write_text(json.dumps(learner, indent=1), encoding="utf-8")
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if directory.exists():
+            directory.rename(replaced)
+        partial.rename(directory)
+        _flush(directory.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{directory}: the checkpoint cannot be written: {error}.", remedy="Free disk space or choose another run directory.") from error
+
+
+def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> LearnerState:
+    """Puts weights and optimizer state into `model` and `optimizer`, in place. Raises CheckpointError before anything is changed."""
+    from transformers import AutoModelForCausalLM
+
+    parameters = dict(model.named_parameters())
+    try:
+        learner = json.loads((directory / LEARNER_FILE).read_text(encoding="utf-8"))
+        if learner["schema"] != SCHEMA:
+            raise CheckpointError(f"{directory / LEARNER_FILE}: schema {learner['schema']}, this headrace reads {SCHEMA}.")
+        state = LearnerState(
+            version=PolicyVersion(*learner["version"]),
+            ancestry={int(lineage): int(number) for lineage, number in learner["ancestry"]},
+            settings=learner["settings"],
+        )
+        moments = load_file(directory / OPTIMIZER_FILE)
+        saved = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=next(iter(parameters.values())).dtype).named_parameters())
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory}: not a whole learner checkpoint: {error}.", remedy="Name another checkpoint of the run.") from error
+    different = [name for name in parameters if name not in saved or saved[name].shape != parameters[name].shape]
+    if different or len(saved) != len(parameters):
+        raise CheckpointError(f"{directory}: it holds another model than this run's (first difference: {(different or ['number of parameters'])[0]}).")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+    optimizer.state.clear()
+    for key, value in moments.items():
+        kind, _, name = key.partition(".")
+        target = parameters[name]
+        # AdamW keeps its step count on the CPU
+        optimizer.state[target][kind] = value.clone() if kind == "step" else value.to(device=target.device, dtype=target.dtype)
+    return state
+
+
+def load_tokenizer(model_path: str) -> Any | None:
+    """The tokenizer that lies beside a model; None when there is none."""
+    from transformers import AutoTokenizer
+
+    if Path(model_path).is_dir() and not any(Path(model_path).glob("*token*")):
+        return None
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{kind}.{name}": value.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

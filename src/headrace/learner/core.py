@@ -1,0 +1,252 @@
+"""One learner rank: learn, publish, save, load. Synchronous; the runtime hosts it in a process of its own.
+
+Every rank gets the whole selection, decides the same things about it, computes its own rows, and ends with the same weights: sums of
+gradients are joined in one collective and the optimizer step is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.config import Settings
+from headrace.errors import InvariantError, ModelError
+from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, coefficients, deal_rows, micro_batches, split_minibatches, unpack, weigh
+from headrace.learner.checkpoints import load_checkpoint, load_tokenizer, save_checkpoint
+from headrace.learner.forward import Scores, SelectiveForward
+from headrace.learner.objective import Objective, evaluate_objective
+from headrace.learner.ranks import FlatGradients, reduce_sum
+from headrace.learner.record import SelectionRecord
+from headrace.roles import WeightWriter
+from headrace.types import PolicyVersion, Selection, UpdateResult, WeightUpdate
+
+LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT16_LOSS_FACTOR = 1024.0
+"""A power of two: float16 activations' gradients would vanish below 6e-8."""
+
+
+def load_model(model_path: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """AutoModelForCausalLM from a directory or hub name. Raises ModelError naming what is missing."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{model_path}: the model cannot be loaded: {error}", remedy="Correct model.path.") from error
+
+
+def learning_rate(settings: Settings, number: int) -> float:
+    """Of the update from version `number`: linear warm-up, then constant, or linear or cosine to 0 after run.num_updates."""
+    learner = settings.learner
+    if number < learner.warmup_updates:
+        return learner.learning_rate * (number + 1) / learner.warmup_updates
+    progress = min((number - learner.warmup_updates) / max(settings.run.num_updates - learner.warmup_updates, 1), 1.0)
+    match learner.schedule:
+        case "constant":
+            return learner.learning_rate
+        case "linear":
+            return learner.learning_rate * (1 - progress)
+        case "cosine":
+            return learner.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLogprobs:
+    """Log-probabilities that stay fixed during one selection; filled for this rank's rows only. None: not needed."""
+
+    proximal_A: Tensor | None
+    """Under the weights before the selection's first update."""
+    reference_A: Tensor | None
+    """Under the reference model."""
+
+    def proximal_N(self, micro_batch: MicroBatch) -> Tensor | None:
+        return None if self.proximal_A is None else self.proximal_A[micro_batch.index_N]
+
+    def reference_N(self, micro_batch: MicroBatch) -> Tensor | None:
+        return None if self.reference_A is None else self.reference_A[micro_batch.index_N]
+
+
+class LearnerRank:
+    """The learner, or one of its data-parallel ranks (`ranks.init_ranks` first).
+
+    Weights and optimizer are float32; with model.dtype bfloat16 or float16 the forward runs under autocast and published weights are
+    cast. The reference model of the KL term is what `model_path` holds, also after `load`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        writer: WeightWriter | None = None,
+        device: str | torch.device | None = None,
+        parameter_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._settings = settings
+        self._objective = Objective.from_settings(settings)
+        self._rank, self._world_size, self._writer = rank, world_size, writer
+        self._device = torch.device(settings.model.device if device is None else device)
+        self._dtype = parameter_dtype
+        self._low_precision = LOW_PRECISION.get(settings.model.dtype)
+        self._loss_factor = FLOAT16_LOSS_FACTOR if self._low_precision is torch.float16 else 1.0
+        self.model = load_model(str(model_path), parameter_dtype, self._device)
+        self._tokenizer = load_tokenizer(str(model_path)) if rank == 0 else None
+        self._forward = SelectiveForward(self.model)
+        self._reference: SelectiveForward | None = None
+        if settings.learner.kl_coefficient > 0:
+            self._reference = SelectiveForward(load_model(str(model_path), parameter_dtype, self._device).requires_grad_(False))
+        self._gradients = FlatGradients(self.model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.learner.learning_rate,
+            betas=settings.learner.betas,
+            eps=settings.learner.epsilon,
+            weight_decay=settings.learner.weight_decay,
+        )
+        self._version = PolicyVersion(0, 0)
+        self._ancestry = {0: 0}
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights as they are now."""
+        return self._version
+
+    def learn(self, selection: Selection) -> UpdateResult:
+        """num_epochs x num_minibatches updates, each raising the version by 1. Collective over ranks.
+
+        A non-finite gradient refuses that update: weights, optimizer and version stay, `refused` says why, the next minibatch is
+        tried. Raises InvariantError or StaleTokenError before anything is changed by the update concerned.
+        """
+        started = perf_counter()
+        before = self._version
+        batch = unpack(selection, before, self._ancestry, self._objective.advantage)
+        record = SelectionRecord(batch, device=self._device, world_size=self._world_size, has_reference=self._reference is not None)
+        parts = split_minibatches(batch, self._settings.learner.num_minibatches)
+        shares = [deal_rows(batch, part, self._world_size)[self._rank] for part in parts]
+        frozen = self._freeze(batch, shares, record)
+        refusals: list[str] = []
+        for _ in range(self._settings.learner.num_epochs):
+            for part, share in zip(parts, shares, strict=True):
+                refusal = self._update(batch, part, share, frozen, record)
+                if refusal is not None:
+                    refusals.append(refusal)
+        outcomes, statistics, busy_seconds = record.finish(selection)
+        return UpdateResult(
+            selection_id=selection.id,
+            version_before=before,
+            version_after=self._version,
+            outcomes=outcomes,
+            statistics=statistics,
+            refused="; ".join(refusals) or None,
+            seconds=perf_counter() - started,
+            busy_seconds=busy_seconds,
+        )
+
+    def publish(self) -> WeightUpdate:
+        """Gives the weights to the writer under the version they have. Never waits for a reader."""
+        if self._writer is None:
+            raise InvariantError(f"learner rank {self._rank} publishes but has no weight writer.")
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if self._low_precision is not None:
+            parameters = {name: value.to(self._low_precision) for name, value in parameters.items()}
+        return self._writer.publish(parameters, self._version)
+
+    def save(self, directory: Path) -> None:
+        """Writes a checkpoint, whole or absent (checkpoints.py). All ranks hold the same: rank 0 writes, the others return at once."""
+        if self._rank == 0:
+            save_checkpoint(Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings)
+
+    def load(self, directory: Path, *, lineage: int | None = None) -> None:
+        """Goes on from a checkpoint under a new lineage (default: the saved one + 1), so that numbers after it never name two models.
+
+        Give `lineage` where the same checkpoint is restored more than once. Every rank loads.
+        """
+        state = load_checkpoint(Path(directory), self.model, self._optimizer)
+        self._version = PolicyVersion(state.version.lineage + 1 if lineage is None else lineage, state.version.number)
+        self._ancestry = {**state.ancestry, self._version.lineage: self._version.number}
+
+    def _update(self, batch: Batch, part: NDArray[np.int64], share: NDArray[np.int64], frozen: FrozenLogprobs, record: SelectionRecord) -> str | None:
+        """One optimizer step on one minibatch. None, or why it was refused. A minibatch without a trained token is no update."""
+        number = self._version.number
+        weighing = weigh(batch, number)
+        check_weights(batch, weighing, number)
+        coefficient_of_row = coefficients(batch, weighing, part, self._objective.loss_scale, self._objective.max_tokens)
+        if not coefficient_of_row.any():
+            return None
+        self._gradients.clear()
+        update = record.begin_update()
+        for micro_batch in self._cut(batch, weighing, share, coefficient_of_row):
+            with record.busy():
+                scores = self._scores(self._forward, micro_batch)
+                terms = evaluate_objective(
+                    self._objective,
+                    micro_batch,
+                    scores,
+                    proximal_logprobs_N=frozen.proximal_N(micro_batch),
+                    reference_logprobs_N=frozen.reference_N(micro_batch),
+                )
+                (terms.loss * self._loss_factor).backward()  # type: ignore[no-untyped-call]
+                update.add(micro_batch, scores, terms)
+        reduce_sum(self._gradients.flat, self._world_size)
+        with record.busy():
+            norm = self._gradients.norm() / self._loss_factor
+            if not math.isfinite(norm):
+                record.refuse(update, weighing, part)
+                return f"update from version {self._version}: the gradient is not finite (norm {norm})"
+            rate = self._step(norm)
+        record.commit(update, weighing, gradient_norm=norm, learning_rate=rate)
+        self._version = PolicyVersion(self._version.lineage, number + 1)
+        return None
+
+    def _freeze(self, batch: Batch, shares: Sequence[NDArray[np.int64]], record: SelectionRecord) -> FrozenLogprobs:
+        """The tokens of the first update are enough: staleness only grows, later ones train no others."""
+        several = self._settings.updates_per_batch > 1  # with a single update the proximal policy is the learner's
+        needs_proximal = self._objective.starts_from_proximal and several
+        models = [self._forward if needs_proximal else None, self._reference]
+        results: list[Tensor | None] = []
+        for forward in models:
+            if forward is None:
+                results.append(None)
+                continue
+            values_A = torch.zeros(len(batch.positions_A), dtype=self._dtype, device=self._device)
+            for micro_batch in self._cut(batch, weigh(batch, self._version.number), np.concatenate(shares), np.zeros(len(batch.rows))):
+                with record.busy(), torch.no_grad():
+                    values_A[micro_batch.index_N] = self._scores(forward, micro_batch).logprobs_N
+            results.append(values_A)
+        return FrozenLogprobs(proximal_A=results[0], reference_A=results[1])
+
+    def _cut(self, batch: Batch, weighing: Weighing, share: NDArray[np.int64], coefficient_of_row: NDArray[np.float64]) -> Iterator[MicroBatch]:
+        budget = self._settings.learner.micro_batch_tokens
+        return micro_batches(batch, weighing, share, coefficient_of_row, budget_tokens=budget, dtype=self._dtype, device=self._device)
+
+    def _scores(self, forward: SelectiveForward, micro_batch: MicroBatch) -> Scores:
+        precision: AbstractContextManager[Any] = nullcontext()
+        if self._low_precision is not None:
+            precision = torch.autocast(self._device.type, dtype=self._low_precision)
+        with precision:
+            return forward.scores(micro_batch, entropy_gradient=self._objective.entropy_coefficient > 0)
+
+    def _step(self, norm: float) -> float:
+        """Scales the gradient down to max_gradient_norm and steps. Returns the learning rate."""
+        scale = min(self._settings.learner.max_gradient_norm / (norm + 1e-6), 1.0) / self._loss_factor
+        if scale != 1.0:
+            self._gradients.flat.mul_(scale)
+        rate = learning_rate(self._settings, self._version.number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        return rate
