@@ -43,11 +43,17 @@ class Engine:
         self._weights = weights
         self._tokenizer = tokenizer
         self._draining = False
+        self._has_loaded = False
 
     @property
     def num_ready(self) -> int:
         """Requests that hold or wait for a decode slot."""
         return len(self.running) + len(self.waiting)
+
+    @property
+    def can_grow(self) -> bool:
+        """One more request would be served in the next step."""
+        return self.num_ready < self.max_running and not self._draining
 
     def add(self, row: Row) -> None:
         self.slots.resume(row)
@@ -72,6 +78,7 @@ class Engine:
     def fail_all(self, error: BaseException) -> None:
         """The engine ends: nobody is left waiting."""
         for row in (*self.running, *self.waiting):
+            self._free(row)
             if not row.future.done():
                 row.future.set_exception(error) if isinstance(error, Exception) else row.future.cancel()
         self.running.clear()
@@ -83,7 +90,7 @@ class Engine:
             self._draining = False
             return False
         newest = self._weights.newest_version()
-        if newest is None or newest <= self.version:
+        if newest is None or (newest <= self.version and self._has_loaded) or newest < self.version:
             return False
         mode = self.settings.update_mode
         if mode is UpdateMode.WAIT and self.running:
@@ -93,6 +100,7 @@ class Engine:
             return False  # else updates that come faster than caches are recomputed would stop all progress
         self._draining = False
         self.version = self._weights.load_into(self.model.parameters)
+        self._has_loaded = True
         self.applied_updates += 1
         if mode is not UpdateMode.KEEP or self.settings.recompute_kv:
             self._start_over(discard=mode is UpdateMode.ABORT)

@@ -133,6 +133,7 @@ class TransformersSampler:
         return measure_capacity(self._model, self.max_running, self.max_context_tokens)
 
     async def run(self, waiting_for: WaitingFor) -> None:
+        self._wake, self._full = asyncio.Event(), asyncio.Event()  # they belong to this loop
         self._meter.start()
         try:
             while True:
@@ -147,34 +148,34 @@ class TransformersSampler:
             self._meter.stop()
 
     async def _once(self, waiting_for: WaitingFor) -> None:
-        engine = self._engine
+        """One turn: weights, then a wait, or a step. Handing out answers and collecting requests counts as `gather` while others could run."""
+        engine, meter = self._engine, self._meter
         self._wake.clear()
+        meter.idle("gather")
         if engine.take_up_weights():
-            self._meter.applied()
+            meter.applied()
         if not engine.num_ready and not self._scores:
-            self._meter.idle(waiting_for())
+            meter.idle(waiting_for())
             await self._wake.wait()
             return
-        if engine.num_ready and engine.num_ready < self.max_running and waiting_for() == "environment":
-            await self._gather()
         if engine.num_ready:
-            self._meter.idle("gather")
-            served = engine.step()
-            self._meter.busy(served)
+            if engine.can_grow and waiting_for() == "environment":
+                await self._gather()
+            meter.busy(engine.step())
         if self._scores:
-            count = self._score_some()
-            self._meter.busy(count)
+            meter.busy(self._score_some())
+        meter.idle("gather" if engine.num_ready else waiting_for())
         await asyncio.sleep(0)
 
     async def _gather(self) -> None:
         """Waits for more requests, up to gather_seconds or a full batch."""
-        self._meter.idle("gather")
         self._full.clear()
         try:
             async with asyncio.timeout(self._settings.gather_seconds):
                 await self._full.wait()
         except TimeoutError:
             pass
+        self._meter.idle("gather")
 
     def _score_some(self) -> int:
         """One forward over jobs of like length."""
