@@ -294,7 +294,7 @@ class ScriptedSampler:
 
     def _validated(self, request: SampleRequest) -> _Known:
         key = request.key
-        if key in self._released:
+        if key in self._released and not (request.evaluation and request.step == 0):  # evaluations repeat their keys
             raise ContractViolation(f"{key} samples after its release")
         if not request.tokens:
             raise ContractViolation(f"{key} samples from an empty context")
@@ -458,9 +458,5 @@ def scripted_worker(
     sampler: ScriptedSampler, *, name: str = "worker-0", user_code: LoopUserCode | None = None, settings: Settings | None = None
 ) -> RolloutWorkerCore:
     return RolloutWorkerCore(
-        name=name,
-        sampler=sampler,
-        user_code=user_code or scripted_user_code(),
-        tokenizer=CharacterTokenizer(),
-        settings=settings or scripted_settings(),
+        name, sampler=sampler, code=user_code or scripted_user_code(), tokenizer=CharacterTokenizer(), settings=settings or scripted_settings()
     )

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from headrace import clock
 from headrace.config import Settings
 from headrace.errors import InvariantError, WorkerLostError
+from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
 from headrace.rollout.roll_out import ENVIRONMENT_PHASES, Phase, RolloutProgress, UserCode, roll_out
+from headrace.rollout.user_code import RecipeUserCode
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, WeightUpdate, WorkerReport
 
 HEARTBEAT_SECONDS = 1.0
@@ -42,10 +44,10 @@ class _InFlight:
 class RolloutWorkerCore:
     """Implements roles.RolloutWorker in the loop that awaits `run()`. A runtime hosts it in a process of its own, or not."""
 
-    def __init__(self, *, name: str, sampler: Sampler, user_code: UserCode, tokenizer: Tokenizer, settings: Settings) -> None:
+    def __init__(self, name: str, *, sampler: Sampler, code: RecipeCode | UserCode, settings: Settings, tokenizer: Tokenizer) -> None:
         self.name = name
         self._sampler = sampler
-        self._user_code = user_code
+        self._user_code: UserCode = RecipeUserCode(code, settings) if isinstance(code, RecipeCode) else code
         self._tokenizer = tokenizer
         self._settings = settings
         self._rollouts: dict[RolloutKey, _InFlight] = {}

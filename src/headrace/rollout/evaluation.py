@@ -1,0 +1,147 @@
+"""Evaluation on one pinned policy version, with a sampler of its own: it never disturbs or biases the rollouts (case 17)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config import Settings
+from headrace.errors import HeadraceError, InvariantError, RecipeError, WaitTimeoutError
+from headrace.recipe import RecipeCode
+from headrace.roles import Sampler, Tokenizer
+from headrace.rollout.roll_out import UserCode, roll_out
+from headrace.rollout.user_call import describe_exception
+from headrace.rollout.user_code import RecipeUserCode
+from headrace.types import FinishedRollout, PolicyVersion, RolloutRequest, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """roles.EvaluationResult: what one evaluation found."""
+
+    version: PolicyVersion
+    """Every token was drawn, and every sequence scored, by these weights."""
+    finished: tuple[FinishedRollout, ...]
+    """In the order of the requests."""
+    metrics: Mapping[str, float]
+    """What the recipe's `evaluate` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPolicy:
+    """roles.ScorePolicy: what a recipe's `evaluate(policy, tasks)` gets."""
+
+    version: PolicyVersion
+    tokenizer: Tokenizer
+    sampler: Sampler
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Sampler.score."""
+        return await self.sampler.score(sequences)
+
+
+class EvaluatorCore:
+    """Implements roles.Evaluator in the loop that awaits `run()`. Evaluations run one after another."""
+
+    def __init__(self, *, sampler: Sampler, code: RecipeCode | UserCode, settings: Settings, tokenizer: Tokenizer) -> None:
+        self._sampler = sampler
+        self._user_code: UserCode = RecipeUserCode(code, settings) if isinstance(code, RecipeCode) else code
+        self._evaluate = code.resolve(settings.task.evaluate) if isinstance(code, RecipeCode) and settings.task.evaluate is not None else None
+        if self._evaluate is not None and not inspect.iscoroutinefunction(self._evaluate):
+            raise RecipeError(f"task.evaluate '{settings.task.evaluate}' is not an async function.", remedy="Write `async def evaluate(policy, tasks)`.")
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._one_evaluation = asyncio.Lock()
+        self._num_running = 0
+
+    async def run(self) -> None:
+        """Steps the sampler until cancelled; ends the user's processes."""
+        try:
+            await self._sampler.run(lambda: "environment" if self._num_running else "admission")
+        finally:
+            await self._user_code.close()
+
+    async def evaluate(self, version: PolicyVersion, requests: Sequence[RolloutRequest], tasks: Sequence[Task]) -> EvaluationRecord:
+        """Pins the newest weights (at least `version`), runs the requests and the recipe's evaluate function.
+
+        Raises RecipeError when that function fails, WaitTimeoutError when the weights do not arrive within limits.apply_seconds.
+        """
+        async with self._one_evaluation:
+            await self._wait_for(version)
+            self._sampler.hold_weights(True)
+            try:
+                pinned = self._sampler.version
+                async with asyncio.TaskGroup() as group:
+                    rollouts = [group.create_task(self._run_one(request)) for request in requests]
+                    scoring = group.create_task(self._metrics(pinned, tasks))
+            except BaseExceptionGroup as failures:
+                raise _first_error(failures) from failures
+            finally:
+                self._sampler.hold_weights(False)
+            finished = tuple(rollout.result() for rollout in rollouts)
+            _check_pinned(pinned, finished)
+            return EvaluationRecord(version=pinned, finished=finished, metrics=scoring.result())
+
+    async def _wait_for(self, version: PolicyVersion) -> None:
+        limit = self._settings.limits.apply_seconds
+        self._sampler.wake()
+        try:
+            async with asyncio.timeout(limit):
+                await self._sampler.applied(version)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"the evaluation waits for weights of version {version}, its sampler has {self._sampler.version} after {limit:g} s.",
+                remedy="Raise limits.apply_seconds if that is too short.",
+            ) from error
+
+    async def _run_one(self, request: RolloutRequest) -> FinishedRollout:
+        self._num_running += 1
+        try:
+            trajectory = await roll_out(request, sampler=self._sampler, tokenizer=self._tokenizer, user_code=self._user_code, settings=self._settings.rollout)
+        finally:
+            self._num_running -= 1
+        return FinishedRollout(summary=trajectory.summary(), payload=trajectory.to_bytes())
+
+    async def _metrics(self, pinned: PolicyVersion, tasks: Sequence[Task]) -> dict[str, float]:
+        if self._evaluate is None:
+            return {}
+        name = self._settings.task.evaluate
+        try:
+            found = await self._evaluate(PinnedPolicy(pinned, self._tokenizer, self._sampler), list(tasks))
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise RecipeError(f"task.evaluate '{name}' raised {describe_exception(error)}.") from error
+        return _checked_metrics(found, str(name))
+
+
+def _checked_metrics(found: Any, name: str) -> dict[str, float]:
+    if not isinstance(found, Mapping):
+        raise RecipeError(f"task.evaluate '{name}' returned a {type(found).__name__}.", remedy="Return a dictionary {name: number}.")
+    metrics: dict[str, float] = {}
+    for key, value in found.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not isinstance(key, str) or not math.isfinite(number):
+            raise RecipeError(f"task.evaluate '{name}' returned {key!r}: {value!r}.", remedy="Return names with finite numbers.")
+        metrics[key] = number
+    return metrics
+
+
+def _check_pinned(pinned: PolicyVersion, finished: Sequence[FinishedRollout]) -> None:
+    for rollout in finished:
+        for count in rollout.summary.versions:
+            if count.version != pinned:
+                raise InvariantError(f"an evaluation pinned to version {pinned} holds tokens of version {count.version} ({rollout.summary.key}).")
+
+
+def _first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The recipe's or headrace's own error where there is one: the others followed from it."""
+    errors: list[BaseException] = list(failures.exceptions)
+    return next((error for error in errors if isinstance(error, HeadraceError)), errors[0])
