@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from headrace.errors import RecipeError
 from headrace.roles import ScorePolicy
 from headrace.types import Action, Observation, Task
 
@@ -122,8 +123,9 @@ async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, floa
     success_probability: of a whole walk, also for its kinds; door_accuracy, corridor_accuracy: probability of the right
     answer; sure_success: share of walks whose right answers all have probability above 1/2, a lower bound of greedy success.
     """
+    tasks = sorted(tasks, key=lambda task: len(task.data["signs"]))  # neighbours of about one length are scored with little padding
     walks = [str(task.data["signs"]) for task in tasks]
-    sequences = [policy.tokenizer.encode("".join(pair for step in zip(walk, right_answers(walk), strict=True) for pair in step)) for walk in walks]
+    sequences = [_right_walk(policy, walk) for walk in walks]
     success: dict[str, list[float]] = {"short": [], "long": []}
     doors: list[float] = []
     corridors: list[float] = []
@@ -143,6 +145,14 @@ async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, floa
     }
     means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items() if numbers}
     return means | {"sure_success": sure / len(tasks)}
+
+
+def _right_walk(policy: ScorePolicy, walk: str) -> list[int]:
+    text = "".join(itertools.chain.from_iterable(zip(walk, right_answers(walk), strict=True)))
+    tokens = policy.tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) != len(text):
+        raise RecipeError("door's evaluate needs a tokenizer with one token a character.", remedy="Use the recipe's own model from scratch.")
+    return tokens
 
 
 def _tasks(num_tasks: int, seed: int, *, evaluation: bool) -> Iterator[Task]:

@@ -86,7 +86,7 @@ def _check_loads_back(tokenizer: PreTrainedTokenizerFast, model_settings: ModelS
     if loaded.encode(text) != tokens or loaded.decode(tokens) != text or loaded.encode(text + END) != [*tokens, tokenizer.eos_token_id]:
         model_type = (model_settings.architecture or {})["model_type"]
         raise ModelError(
-            f"model.architecture: AutoTokenizer loads a '{model_type}' model's tokenizer as {type(loaded).__name__}, which does not keep these model.characters.",
+            f"model.architecture: AutoTokenizer takes the tokenizer of a '{model_type}' model for a {type(loaded).__name__}, which breaks model.characters.",
             remedy="Use another model_type, for example 'llama' or 'qwen3'.",
         )
 

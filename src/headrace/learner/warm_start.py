@@ -60,11 +60,19 @@ def prepare_model(settings: Settings, code: RecipeCode, *, cache_directory: Path
 
 
 def cache_key(settings: Settings, code: RecipeCode) -> str:
-    """Hash of everything that decides the weights: model and warm start settings, the recipe's code, headrace's version."""
+    """Hash of everything that decides the weights: model and warm start settings, the recipe's code, headrace's version.
+
+    Of the recipe's options only those that the demonstrations function names; without demonstrations its code does not matter.
+    """
+    reference = settings.warm_start.demonstrations
+    recipe = None
+    if reference is not None:
+        parameters = inspect.signature(code.resolve(reference)).parameters
+        recipe = RecipeCode(code.path, {key: value for key, value in code.options.items() if key in parameters}).digest()
     relevant = {
         "model": settings.model.model_dump(mode="json", exclude={"path", "device", "sampler_device"}),
         "warm_start": settings.warm_start.model_dump(mode="json"),
-        "recipe": code.digest(),
+        "recipe": recipe,
         "headrace": headrace.__version__,
     }
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
