@@ -65,10 +65,10 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def _close_self_pipe(self) -> None:
         pass
 
-    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> Any:
+    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         raise RuntimeError("the virtual clock knows no threads: use in-process roles")
 
-    def run_in_executor(self, *args: Any, **kwargs: Any) -> Any:
+    def run_in_executor(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         raise RuntimeError("the virtual clock knows no threads: use in-process roles")
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:

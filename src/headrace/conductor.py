@@ -24,7 +24,7 @@ from pathlib import Path
 from headrace import events as ev
 from headrace.clock import Waits, now
 from headrace.config import Settings
-from headrace.errors import DivergedError, HeadraceError, NoProgressError
+from headrace.errors import DivergedError, NoProgressError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource
@@ -111,7 +111,7 @@ class Conductor:
                 for state in self._states.values():
                     await state.worker.stop()
         except BaseExceptionGroup as group_error:
-            raise _first(group_error) from group_error
+            raise first_error(group_error) from group_error
         await self._save()
         await self._evaluate(self.learner.version)
 
@@ -316,16 +316,3 @@ class Conductor:
 
 
 _END = PolicyVersion(-1, -1)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: a HeadraceError before any other, the first of them."""
-    flat: list[BaseException] = []
-    stack: list[BaseException] = [group]
-    while stack:
-        error = stack.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, HeadraceError)), flat[0])

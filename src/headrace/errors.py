@@ -119,6 +119,19 @@ class LedgerError(InvariantError):
     pass
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The one to show of an exception group, however nested: a HeadraceError before any other, else the first."""
+    flat: list[BaseException] = []
+    stack = [error]
+    while stack:
+        one = stack.pop(0)
+        if isinstance(one, BaseExceptionGroup):
+            stack.extend(one.exceptions)
+        else:
+            flat.append(one)
+    return next((one for one in flat if isinstance(one, HeadraceError)), flat[0])
+
+
 def _rebuild(kind: type[HeadraceError], state: dict[str, object], args: tuple[object, ...]) -> HeadraceError:
     error = kind.__new__(kind, *args)
     error.args = args

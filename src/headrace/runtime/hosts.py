@@ -9,14 +9,16 @@ import asyncio
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Settings
 from headrace.errors import HeadraceError
 from headrace.recipe import RecipeCode
-from headrace.roles import Sampler, Tokenizer
 from headrace.runtime.processes import Failed, Hello, as_headrace_error
 from headrace.runtime.wire import AsyncWire, BlockingWire
+
+if TYPE_CHECKING:
+    from headrace.sampler.transformers_sampler import TransformersSampler
 
 
 def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, cache_directory: Path) -> None:
@@ -72,7 +74,7 @@ def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, 
 
     async def serve() -> None:
         wire = await AsyncWire.open(end)
-        worker = RolloutWorkerCore(name, sampler=sampler, code=code, settings=settings, tokenizer=tokenizer)
+        worker = RolloutWorkerCore(name=name, sampler=sampler, code=code, settings=settings, tokenizer=tokenizer)
         await wire.send(Hello(facts=facts))
 
         async def send_reports() -> None:
@@ -128,7 +130,7 @@ def _serve(main: Any) -> None:
         raise EOFError from None
 
 
-def _make_sampler(model: Path, settings: Settings, channel: Any | None) -> tuple[Sampler, Tokenizer]:
+def _make_sampler(model: Path, settings: Settings, channel: Any | None) -> tuple[TransformersSampler, Any]:
     from transformers import AutoTokenizer
 
     from headrace.sampler.transformers_sampler import TransformersSampler

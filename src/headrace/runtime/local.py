@@ -22,7 +22,7 @@ from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Placement, Settings
 from headrace.config_loading import ResolvedSettings, dump_toml
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
@@ -98,8 +98,11 @@ class LocalLearner:
     async def _call(self, ranks: Sequence[RoleProcess], method: str, *arguments: Any) -> Any:
         for rank in ranks:
             await rank.send((method, arguments))
-        async with asyncio.TaskGroup() as group:
-            answers = [group.create_task(rank.receive()) for rank in ranks]
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(rank.receive()) for rank in ranks]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
         return answers[0].result()
 
 
@@ -235,9 +238,7 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
             evaluators = [RoleProcess("evaluator", hosts.host_evaluator, (model, settings, code, channel), core=None)] if evaluate else []
             processes += evaluators
             progress("starting samplers and learner", 0.0)
-            async with asyncio.TaskGroup() as group:
-                hellos = {process.name: group.create_task(_limited_hello(process, settings)) for process in processes}
-            facts = {name: task.result() for name, task in hellos.items()}
+            facts = await _hellos(processes, settings)
             yield _LocalRoles(
                 workers=[LocalWorker(process) for process in workers],
                 learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
@@ -260,6 +261,16 @@ async def _prepare(settings: Settings, code: RecipeCode, progress: StartupProgre
         return message["directory"], message["parameter_bytes"]
     finally:
         await preparation.stop(settings.limits.stop_seconds)
+
+
+async def _hellos(processes: Sequence[RoleProcess], settings: Settings) -> dict[str, dict[str, Any]]:
+    """What each says of itself, once all are up."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            hellos = {process.name: group.create_task(_limited_hello(process, settings)) for process in processes}
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return {name: task.result() for name, task in hellos.items()}
 
 
 async def _limited_hello(process: RoleProcess, settings: Settings) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
-from headrace.errors import HeadraceError, WorkerLostError
+from headrace.errors import HeadraceError, WorkerLostError, first_error
 from headrace.runtime.wire import AsyncWire, BlockingWire
 
 _THREAD_SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -114,10 +114,10 @@ class RoleProcess:
 
 
 async def _ended(loop: asyncio.AbstractEventLoop, sentinel: int) -> None:
-    done = loop.create_future()
-    loop.add_reader(sentinel, lambda: done.done() or done.set_result(None))
+    done = asyncio.Event()
+    loop.add_reader(sentinel, done.set)
     try:
-        await done
+        await done.wait()
     finally:
         loop.remove_reader(sentinel)
 
@@ -146,8 +146,7 @@ def _child(name: str, end: socket.socket, core: int | None, main: Callable[..., 
 
 def as_headrace_error(error: BaseException, name: str) -> HeadraceError:
     """The error to send home: the first HeadraceError inside, else the exception named with its place."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     if isinstance(error, HeadraceError):
         return error
     place = traceback.extract_tb(error.__traceback__)
