@@ -41,5 +41,7 @@ def print_settings(resolved: ResolvedSettings, output: Output) -> None:
         table.add_row(Text(key), Text(shown), Text(origin), style="dim" if origin == DEFAULT else None)
     # a pipe has no width: long lines are better than folded ones there
     console = Console(file=output.people, width=None if output.people.isatty() else 240, soft_wrap=False)
-    console.print(f"recipe {resolved.recipe}", highlight=False, markup=False)
-    console.print(table)
+    with console.capture() as captured:  # rich would exit by itself where the reader has gone
+        console.print(f"recipe {resolved.recipe}", highlight=False, markup=False)
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=output.people, flush=True)
