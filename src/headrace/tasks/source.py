@@ -63,12 +63,12 @@ class ListTaskSource:
 
 def make_task_source(settings: Settings, code: RecipeCode) -> ListTaskSource:
     """The training tasks: all of task.source, less those set apart for evaluation. Raises ConfigError or RecipeError."""
-    return ListTaskSource(_split(settings, code)[0], seed=settings.run.seed, shuffle=settings.task.shuffle)
+    return ListTaskSource(split_tasks(settings, code)[0], seed=settings.run.seed, shuffle=settings.task.shuffle)
 
 
 def evaluation_tasks(settings: Settings, code: RecipeCode) -> list[Task]:
     """The first evaluation.num_tasks of task.evaluation_source, or else of task.source. Raises ConfigError or RecipeError."""
-    return _split(settings, code)[1]
+    return split_tasks(settings, code)[1]
 
 
 def load_tasks(reference: str, code: RecipeCode, *, setting: str = "task.source") -> list[Task]:
@@ -96,8 +96,8 @@ def load_tasks(reference: str, code: RecipeCode, *, setting: str = "task.source"
     return tasks
 
 
-def _split(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]:
-    """(training, evaluation)"""
+def split_tasks(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]:
+    """(training, evaluation). One reading of the source: of a function that is not deterministic, two readings could overlap."""
     if settings.task.source is None:
         raise ConfigError([Problem(message="task.source is not set: there are no tasks.", key="task.source", remedy="Name a JSONL file or `task:function`.")])
     tasks = load_tasks(settings.task.source, code)
@@ -129,8 +129,8 @@ def _from_file(path: Path, reference: str, setting: str) -> Iterator[tuple[str, 
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise RecipeError(f"{path}, line {line}: not UTF-8 text ({error.reason}).", remedy="Save the file as UTF-8.") from error
+        broken_line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise RecipeError(f"{path}, line {broken_line}: not UTF-8 text ({error.reason}).", remedy="Save the file as UTF-8.") from error
     except OSError as error:
         message = f"{setting} names '{reference}', but {path} cannot be read ({error.strerror})."
         problem = Problem(message=message, key=setting, value=reference, remedy="Paths are relative to the recipe; functions are written `task:function`.")
@@ -175,6 +175,9 @@ def _from_function(code: RecipeCode, reference: str, origin: str) -> Iterator[tu
 
 
 def _as_task(item: Any, place: str) -> Task:
+    task_id: Any
+    kind: Any
+    data: Any
     if isinstance(item, Task):
         task_id, kind, data = item.id, item.kind, item.data
     elif isinstance(item, Mapping):
