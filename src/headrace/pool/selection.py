@@ -79,7 +79,8 @@ class Chooser:
         for candidate in candidates:
             if all(group.ready for group in candidate) and self.leaves_time(groups, candidate, version=version):
                 return candidate
-        urgent = sorted(groups, key=lambda group: (self.deadline(group), not group.ready, group.group_id))[:count]
+        waits_for_elders = self.rule is SelectionRule.OLDEST_FIRST
+        urgent = sorted(groups, key=lambda group: (self.deadline(group), not (group.ready or waits_for_elders), group.group_id))[:count]
         return urgent if all(group.ready for group in urgent) else None
 
     def leaves_time(self, groups: Sequence[Group], taken: Sequence[Group], *, version: int) -> bool:
