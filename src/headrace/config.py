@@ -230,17 +230,17 @@ class LimitSettings(Section):
 class Settings(Section):
     """Everything a run can be told."""
 
-    run: RunSettings = Field(default_factory=RunSettings, description="The run as a whole.")
-    model: ModelSettings = Field(default_factory=ModelSettings, description="The policy.")
-    warm_start: WarmStartSettings = Field(default_factory=WarmStartSettings, description="Supervised start of a model from scratch, cached.")
-    task: TaskSettings = Field(default_factory=TaskSettings, description="The recipe's tasks and Python.")
-    rollout: RolloutSettings = Field(default_factory=RolloutSettings, description="How one rollout goes.")
-    sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The decode engine.")
-    pool: PoolSettings = Field(default_factory=PoolSettings, description="Experience pool: batches and staleness.")
-    learner: LearnerSettings = Field(default_factory=LearnerSettings, description="Loss and optimizer.")
-    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="Evaluations.")
-    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, description="Checkpoints.")
-    limits: LimitSettings = Field(default_factory=LimitSettings, description="Longest waits; each error names who did not answer.")
+    run: RunSettings = Field(RunSettings(), description="The run as a whole.")
+    model: ModelSettings = Field(ModelSettings(), description="The policy.")
+    warm_start: WarmStartSettings = Field(WarmStartSettings(), description="Supervised start of a model from scratch, cached.")
+    task: TaskSettings = Field(TaskSettings(), description="The recipe's tasks and Python.")
+    rollout: RolloutSettings = Field(RolloutSettings(), description="How one rollout goes.")
+    sampler: SamplerSettings = Field(SamplerSettings(), description="The decode engine.")
+    pool: PoolSettings = Field(PoolSettings(), description="Experience pool: batches and staleness.")
+    learner: LearnerSettings = Field(LearnerSettings(), description="Loss and optimizer.")
+    evaluation: EvaluationSettings = Field(EvaluationSettings(), description="Evaluations.")
+    checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="Checkpoints.")
+    limits: LimitSettings = Field(LimitSettings(), description="Longest waits; each error names who did not answer.")
 
     @property
     def batch_trajectories(self) -> int:

@@ -83,8 +83,8 @@ def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, 
 
         async def obey() -> None:
             while True:
-                method, argument = await wire.receive()
-                await getattr(worker, method)(argument)
+                method, arguments = await wire.receive()
+                await getattr(worker, method)(*arguments)
 
         async with asyncio.TaskGroup() as group:
             for work in (worker.run(), send_reports(), obey()):

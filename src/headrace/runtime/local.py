@@ -52,7 +52,7 @@ class LocalWorker:
         self._process = process
 
     async def start(self, requests: Sequence[RolloutRequest]) -> None:
-        await self._process.send(("start", tuple(requests)))
+        await self._process.send(("start", (tuple(requests),)))
 
     async def next_report(self) -> WorkerReport:
         report = await self._process.receive()
@@ -60,13 +60,13 @@ class LocalWorker:
         return report
 
     async def announce(self, update: WeightUpdate) -> None:
-        await self._process.send(("announce", update))
+        await self._process.send(("announce", (update,)))
 
     async def cancel(self, keys: Sequence[RolloutKey]) -> None:
-        await self._process.send(("cancel", tuple(keys)))
+        await self._process.send(("cancel", (tuple(keys),)))
 
     async def stop(self) -> None:
-        await self._process.send(("stop", None))
+        await self._process.send(("stop", ()))
 
 
 class LocalLearner:

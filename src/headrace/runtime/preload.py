@@ -12,6 +12,8 @@ from headrace.rollout import evaluation, worker
 from headrace.sampler import transformers_sampler
 from headrace.weights import shared_memory
 
+transformers.utils.logging.disable_progress_bar()  # its bars would draw over ours, and take locks that outlive a killed process
+
 __all__ = [
     "AutoModelForCausalLM",
     "AutoTokenizer",

@@ -48,6 +48,15 @@ def context() -> multiprocessing.context.ForkServerContext:
     return result
 
 
+def end_forkserver() -> None:
+    """Ends the forkserver and waits for it, for commands that leave nothing behind (I13); it would end by itself soon after us."""
+    from multiprocessing import forkserver
+
+    stop = getattr(forkserver._forkserver, "_stop", None)  # type: ignore[attr-defined]
+    if stop is not None:
+        stop()
+
+
 class RoleProcess:
     """The conductor's side of one child."""
 

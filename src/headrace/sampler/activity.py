@@ -17,7 +17,14 @@ class ActivityMeter:
         self._running: dict[int, float] = {}
         self._idle: dict[str, float] = {}
         self._apply_seconds = 0.0
+        self.last_seconds = 0.0
+        """Of the last step."""
         self._counters = (0, 0, 0, 0)
+
+    @property
+    def time(self) -> float:
+        """When the last change of state was noted."""
+        return self._since or 0.0
 
     def start(self) -> None:
         self._since = self._clock()
@@ -33,7 +40,7 @@ class ActivityMeter:
 
     def busy(self, running: int) -> None:
         """The stretch that just ended was a step of so many sequences."""
-        seconds = self._elapsed()
+        seconds = self.last_seconds = self._elapsed()
         self._running[running] = self._running.get(running, 0.0) + seconds
 
     def applied(self) -> None:

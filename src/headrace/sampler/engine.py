@@ -37,7 +37,12 @@ class Engine:
         self.version = PolicyVersion(0, 0)
         self.held = False
         self.generated_tokens = 0
+        """For training rollouts, discarded and lost ones included."""
+        self.drawn_tokens = 0
+        """For all."""
+        self._lost: dict[RolloutKey, int] = {}
         self.decode_steps = 0
+        self.last_step_tokens = 0
         self.prefill_tokens = 0
         self.applied_updates = 0
         self._weights = weights
@@ -65,15 +70,24 @@ class Engine:
             self.running.remove(row)
         elif row in self.waiting:
             self.waiting.remove(row)
-        else:
+        elif row.future.cancelled() or row.future.exception() is not None:
             return
+        self._lose(row)
         self._free(row)
 
-    def release(self, key: RolloutKey) -> None:
+    def release(self, key: RolloutKey) -> int:
+        """Gives its cache up; returns the tokens that no completion delivered."""
         self.slots.forget(key)
         for row in (*self.running, *self.waiting):
             if row.request.key == key:
                 row.keep = False
+        return self._lost.pop(key, 0)
+
+    def _lose(self, row: Row) -> None:
+        """The row's tokens were drawn and nobody will get them (I7)."""
+        lost = len(row.logprobs) + row.discarded
+        if lost and not row.request.evaluation:
+            self._lost[row.request.key] = self._lost.get(row.request.key, 0) + lost
 
     def fail_all(self, error: BaseException) -> None:
         """The engine ends: nobody is left waiting."""
@@ -128,6 +142,7 @@ class Engine:
         last = plan.last_R if len(where) == len(rows) else plan.last_R[where]
         logits_RV = self.model.forward(self.cache, plan, last)
         self.decode_steps += 1
+        self.last_step_tokens = plan.num_tokens
         self.prefill_tokens += plan.num_tokens - len(drawing)
         if drawing:
             self._draw(drawing, logits_RV)
@@ -174,7 +189,8 @@ class Engine:
                 ended = True
                 continue
             row.record(token, logprob, version)
-            self.generated_tokens += 1
+            self.drawn_tokens += 1
+            self.generated_tokens += not row.request.evaluation
             try:
                 reason = self._stop_reason(row, token)
             except Exception as error:  # the tokenizer is foreign code: its failure ends this request only
@@ -223,6 +239,7 @@ class Engine:
             assert reason is not None
             row.future.set_result(row.completion(reason))
         else:
+            self._lose(row)
             row.future.set_exception(error)
 
     def _fail_not_finite(self, row: Row) -> None:

@@ -18,6 +18,7 @@ from headrace.roles import Tokenizer, WaitingFor, WeightReader
 from headrace.sampler.activity import ActivityMeter
 from headrace.sampler.capacity import measure_capacity
 from headrace.sampler.engine import Engine, score_batch
+from headrace.sampler.gather import GatherTarget
 from headrace.sampler.model import ServedModel
 from headrace.sampler.rows import PromptTooLongError, Row
 from headrace.sampler.sampling import stream_key
@@ -57,6 +58,8 @@ class TransformersSampler:
         self._scores: deque[_ScoreJob] = deque()
         self._wake = asyncio.Event()
         self._full = asyncio.Event()
+        self._applied = asyncio.Event()
+        self._target = GatherTarget()
         self._meter = ActivityMeter(_loop_time)
         self.max_running = self._engine.max_running
         self.max_context_tokens = max_context_tokens
@@ -84,7 +87,8 @@ class TransformersSampler:
         row = Row(request, stream_key(request.seed, request.key, request.step), asyncio.get_running_loop().create_future())
         self._engine.add(row)
         self._wake.set()
-        if self._engine.num_ready >= self.max_running:
+        self._target.arrive()
+        if self._engine.num_ready >= min(self._target.rows, self.max_running):
             self._full.set()
         try:
             return await row.future
@@ -92,8 +96,13 @@ class TransformersSampler:
             self._engine.drop(row)
             raise
 
-    def release(self, key: RolloutKey) -> None:
-        self._engine.release(key)
+    def release(self, key: RolloutKey) -> int:
+        return self._engine.release(key)
+
+    async def applied(self, version: PolicyVersion) -> None:
+        while self.version < version:
+            self._applied.clear()
+            await self._applied.wait()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token given those before it, temperature 1, under the weights in use; [len - 1] each."""
@@ -124,7 +133,7 @@ class TransformersSampler:
         return self._meter.take(
             decode_steps=engine.decode_steps,
             prefill_tokens=engine.prefill_tokens,
-            sampled_tokens=engine.generated_tokens,
+            sampled_tokens=engine.drawn_tokens,
             applied_updates=engine.applied_updates,
         )
 
@@ -154,21 +163,23 @@ class TransformersSampler:
         meter.idle("gather")
         if engine.take_up_weights():
             meter.applied()
+            self._applied.set()
         if not engine.num_ready and not self._scores:
             meter.idle(waiting_for())
             await self._wake.wait()
             return
         if engine.num_ready:
-            if engine.can_grow and waiting_for() == "environment":
+            if engine.can_grow and engine.num_ready < self._target.rows and waiting_for() == "environment":
                 await self._gather()
             meter.busy(engine.step())
+            self._target.observe_step(engine.last_step_tokens, meter.last_seconds, meter.time)
         if self._scores:
             meter.busy(self._score_some())
         meter.idle("gather" if engine.num_ready else waiting_for())
         await asyncio.sleep(0)
 
     async def _gather(self) -> None:
-        """Waits for more requests, up to gather_seconds or a full batch."""
+        """Waits for more requests, up to gather_seconds, until the batch is full or more would not pay."""
         self._full.clear()
         try:
             async with asyncio.timeout(self._settings.gather_seconds):
