@@ -21,8 +21,12 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         recipe = run / "config.toml"
     resolved = load_settings(recipe, arguments.overrides)
     from headrace.runtime.local import evaluate_local
+    from headrace.runtime.processes import end_forkserver
 
-    result = asyncio.run(evaluate_local(resolved, checkpoint, progress=lambda what, fraction: output.say(f"{what} ...")))
+    try:
+        result = asyncio.run(evaluate_local(resolved, checkpoint, progress=lambda what, fraction: output.say(f"{what} ...")))
+    finally:
+        end_forkserver()
     low, high = result.interval95
     print(f"{checkpoint}", file=output.people)
     print(

@@ -45,6 +45,7 @@ def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
     from headrace.report.picture import end_picture
     from headrace.report.progress import ProgressView
     from headrace.runtime.local import run_local
+    from headrace.runtime.processes import end_forkserver
 
     output.say(f"headrace run {resolved.name} -> {directory}")
     status, error, code = "done", None, 0
@@ -56,6 +57,8 @@ def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
         except HeadraceError as failure:
             status, error, code = "failed", failure.as_json(), failure.exit_code
             output.say_error(failure)
+        finally:
+            end_forkserver()
     events = list(read_events(directory / "events.jsonl")) if (directory / "events.jsonl").exists() else []
     print(end_picture(events, directory, width=output.width), file=output.people)
     if status == "interrupted":

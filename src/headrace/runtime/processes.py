@@ -52,7 +52,7 @@ def end_forkserver() -> None:
     """Ends the forkserver and waits for it, for commands that leave nothing behind (I13); it would end by itself soon after us."""
     from multiprocessing import forkserver
 
-    stop = getattr(forkserver._forkserver, "_stop", None)  # type: ignore[attr-defined]
+    stop = getattr(forkserver._forkserver, "_stop", None)
     if stop is not None:
         stop()
 
