@@ -12,13 +12,13 @@ from headrace.report.summary import summarize
 Line = Mapping[str, Any]
 
 _CHART_ROWS = 10
-_BAR_COLUMNS = 30
+_BAR_COLUMNS = 24
 
 
 def end_picture(events: Sequence[Line], run_directory: Path, *, width: int = 100) -> str:
     """Made of the run's events; parts that have no data are left out."""
     summary = summarize(events)
-    parts = [_chart(events, min(width, 110)), _headline(summary), _bars(summary, min(width, 110)), _places(summary, run_directory)]
+    parts = [_chart(events, min(width, 110)), _headline(summary), _bars(summary), _places(summary, run_directory)]
     return "\n" + "\n\n".join(part for part in parts if part)
 
 
@@ -77,6 +77,8 @@ def _headline(summary: Mapping[str, Any]) -> str:
 
 def _with_interval(numbers: Mapping[str, Any]) -> str:
     low, high = numbers["interval95"]
+    if high - low < 5e-4:  # an exact metric
+        return f"{numbers['mean']:.3f}"
     return f"{numbers['mean']:.3f} ({low:.3f} to {high:.3f})"
 
 
@@ -89,7 +91,7 @@ def _counts(counts: Mapping[str, Any]) -> str:
     return ", ".join(texts)
 
 
-def _bars(summary: Mapping[str, Any], width: int) -> str:
+def _bars(summary: Mapping[str, Any]) -> str:
     utilization = summary["utilization"]
     if not utilization["devices"]:
         return ""
@@ -97,8 +99,8 @@ def _bars(summary: Mapping[str, Any], width: int) -> str:
     for device in utilization["devices"]:
         idle = sorted(device["idle_seconds"].items(), key=lambda item: -item[1])
         total = device["allocated_seconds"]
-        reasons = ", ".join(f"{reason} {seconds / total:.0%}" for reason, seconds in idle if seconds / total >= 0.005)
-        lines.append(f"{device['name']:<12} {_bar(device['occupancy'])} {device['occupancy']:>4.0%}  {device['busy_fraction']:>5.0%}   {reasons}"[:width])
+        reasons = ", ".join(f"{reason} {seconds / total:.0%}" for reason, seconds in idle[:3] if seconds / total >= 0.005)
+        lines.append(f"{device['name']:<12} {_bar(device['occupancy'])} {device['occupancy']:>4.0%}  {device['busy_fraction']:>5.0%}   {reasons}")
     run = f"{'run':<12} {_bar(utilization['occupancy'])} {utilization['occupancy']:>4.0%}  {utilization['busy_fraction']:>5.0%}"
     if utilization["attainable_occupancy"] is not None:
         run += f"   attainable occupancy with this split {utilization['attainable_occupancy']:.0%}"

@@ -64,7 +64,8 @@ class ProgressView:
             case "evaluated":
                 self._evaluation = line["mean"]
                 low, high = line["interval95"]
-                self._print(f"evaluation of version {line['version']}: {line['mean']:.3f} (95 % interval {low:.3f} to {high:.3f}), {line['seconds']:.1f} s")
+                interval = f" (95 % interval {low:.3f} to {high:.3f})" if high > low else ""
+                self._print(f"evaluation of version {line['version']}: {line['mean']:.3f}{interval}, {line['seconds']:.1f} s")
             case "rollout_failed" if not line["retried"]:
                 self._print(f"task {line['task_id']} failed: {line['reason']}: {line['error']}"[:500])
             case "checkpoint_saved":
@@ -91,7 +92,7 @@ class ProgressView:
         if rate is not None:
             parts.append(f"{rate:,.0f} tokens/s")
         left = self.seconds_to_finish()
-        if left is not None:
+        if left:
             parts.append(f"{duration(left)} to go")
         if self._waiting:
             parts.append(self._waiting)
@@ -107,6 +108,8 @@ class ProgressView:
         return max(0.0, (end - start) / (last - first) * (self._num_updates - last))
 
     def close(self) -> None:
+        if self._num_updates:
+            self._draw(self.text(), force=True)
         if self._on_line:
             self._write("\n")
             self._on_line = False

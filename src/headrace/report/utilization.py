@@ -2,7 +2,7 @@
 
 A worker's decode work belongs to the device of its name (colocated: of its index); the learner's belongs to every device that
 learns, because `busy_seconds` of an update is a mean over ranks. A colocated device gets both. Work that an event reports for an
-interval that only partly lies in the timed window counts in proportion.
+interval that only partly lies in the timed window counts in proportion. Workers report about once a second.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ Line = Mapping[str, Any]
 COLOCATED = "colocated"
 _WAITS_FOR_BATCH = "batch"
 _OTHER = "other"
+_UNREPORTED = "unreported"
+_REPORT_GAP_SECONDS = 2.0
 # while a colocated learner works, its device's sampler reports that it has nothing to do: most plainly for want of admission
 _IDLE_OF_THE_OTHER_ROLE = ("admission", "weights", "environment", "gather", _OTHER)
 
@@ -51,6 +53,8 @@ class _Device:
     occupied: float = 0.0
     """Integral of min(capacity, running) / capacity, seconds."""
     sampler_idle: dict[str, float] = field(default_factory=dict)
+    covered: float = 0.0
+    """Timed seconds that the worker reported on."""
 
 
 def timed_windows(lines: Iterable[Line]) -> Windows:
@@ -122,10 +126,26 @@ def _add_sampler_work(device: _Device, lines: Iterable[Line], windows: Windows) 
             continue
         activity = line["activity"]
         share = windows.share(line["time"], activity["seconds"])
+        device.covered += share * activity["seconds"]
         device.sampler_busy += share * activity["busy_seconds"]
         device.occupied += share * sum(min(1.0, int(running) / device.capacity) * seconds for running, seconds in activity["running_seconds"].items())
         for reason, seconds in activity["idle_seconds"].items():
             device.sampler_idle[reason] = device.sampler_idle.get(reason, 0.0) + share * seconds
+    _complete(device, windows.seconds)
+
+
+def _complete(device: _Device, allocated: float) -> None:
+    """The last report before the window closes is missing: those seconds are taken to be like the others. A longer silence is idle."""
+    missing = allocated - device.covered
+    if device.covered <= 0 or missing <= 0:
+        return
+    if missing > _REPORT_GAP_SECONDS:
+        device.sampler_idle[_UNREPORTED] = device.sampler_idle.get(_UNREPORTED, 0.0) + missing
+        return
+    scale = allocated / device.covered
+    device.sampler_busy *= scale
+    device.occupied *= scale
+    device.sampler_idle = {reason: seconds * scale for reason, seconds in device.sampler_idle.items()}
 
 
 def _learner_idle(lines: Iterable[Line], windows: Windows) -> dict[str, float]:

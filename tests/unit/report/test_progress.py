@@ -106,7 +106,7 @@ def test_end_picture_shows_curve_bars_and_places(tmp_path: Path) -> None:
     timed = [*training(), (12.0, ledger), (12.0, window("end")), (13.0, saved), (14.0, evaluated(10, 0.9))]
     text = end_picture(lines_of(timed), tmp_path, width=100)
     assert "0.200 (0.100 to 0.300)  ->  0.900 (0.800 to 1.000)" in text
-    assert "sampler-0    ██████████████████████████████ 100%" in text
+    assert "sampler-0    ████████████████████████ 100%" in text
     assert "80 generated, 72 trained, 8 failed" in text
     assert "update_000010" in text and "events.jsonl" in text
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 110
