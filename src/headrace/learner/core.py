@@ -25,10 +25,12 @@ from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, c
 from headrace.learner.checkpoints import load_checkpoint, load_tokenizer, save_checkpoint
 from headrace.learner.forward import Scores, SelectiveForward
 from headrace.learner.objective import Objective, evaluate_objective
-from headrace.learner.ranks import FlatGradients, reduce_sum
+from headrace.learner.ranks import FlatGradients, init_ranks, reduce_sum, shutdown_ranks
 from headrace.learner.record import SelectionRecord
 from headrace.roles import WeightWriter
 from headrace.types import PolicyVersion, Selection, UpdateResult, WeightUpdate
+
+__all__ = ["LearnerRank", "init_ranks", "shutdown_ranks"]
 
 LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOAT16_LOSS_FACTOR = 1024.0
@@ -100,6 +102,8 @@ class LearnerRank:
         self._objective = Objective.from_settings(settings)
         self._rank, self._world_size, self._writer = rank, world_size, writer
         self._device = torch.device(settings.model.device if device is None else device)
+        if self._device == torch.device("cuda") and world_size > 1:  # "cuda" alone would put every rank on the first one
+            self._device = torch.device("cuda", rank)
         self._dtype = parameter_dtype
         self._low_precision = LOW_PRECISION.get(settings.model.dtype)
         self._loss_factor = FLOAT16_LOSS_FACTOR if self._low_precision is torch.float16 else 1.0

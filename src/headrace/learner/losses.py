@@ -29,6 +29,9 @@ from torch import Tensor
 from headrace.config import Advantage, Loss, LossScale
 from headrace.learner.sequences import ratio, sequence_mean, sequence_ratio
 
+ROUNDING = 1e-3
+"""Of a trajectory's ratio: what float32 log-probabilities of sampler and learner may differ by."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
@@ -120,7 +123,8 @@ def topr(learner_logprobs_N: Tensor, anchor_logprobs_N: Tensor, advantages_N: Te
     ratio_N = sequence_ratio(learner_logprobs_N.detach(), anchor_logprobs_N, row_N, included_N)
     negative_N = advantages_N < 0
     weight_N = torch.where(negative_N, ratio_N.clamp(max=1.0), torch.ones_like(ratio_N))
-    return TokenLoss(loss_N=-weight_N * advantages_N * learner_logprobs_N, clipped_N=negative_N & (ratio_N > 1))
+    # at staleness 0 half of all ratios lie above 1 by rounding alone
+    return TokenLoss(loss_N=-weight_N * advantages_N * learner_logprobs_N, clipped_N=negative_N & (ratio_N > 1 + ROUNDING))
 
 
 def policy_loss(

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def init_ranks(rank: int, world_size: int, address: str, *, device: str = "cpu", timeout_seconds: float = 1800.0) -> None:
-    """Joins the learner's ranks: gloo on CPU, nccl on CUDA. Returns when all are there; one rank alone needs no group.
+def init_ranks(rank: int, world_size: int, address: str, *, timeout_seconds: float = 1800.0) -> None:
+    """Joins the learner's ranks: gloo for CPU tensors, nccl for CUDA ones. Returns when all are there; one rank alone needs no group.
 
     `address`: "tcp://127.0.0.1:PORT" or "file:///path/that/does/not/exist/yet".
     """
     if world_size == 1:
         return
-    if device == "cpu" and any(name in address for name in ("127.0.0.1", "localhost", "file://")):
+    if any(name in address for name in ("127.0.0.1", "localhost", "file://")):
         # without this gloo resolves the host's name, which a laptop without a network cannot
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
-        "nccl" if device.startswith("cuda") else "gloo",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         init_method=address,
         rank=rank,
         world_size=world_size,
