@@ -140,10 +140,11 @@ class ScriptedSampler:
         self._known: dict[RolloutKey, _Known] = {}
         self._released: set[RolloutKey] = set()
         self._generated = 0
+        self._drawn: dict[RolloutKey, int] = {}
         self._held = False
         self._work = asyncio.Event()
         self._version_changed = asyncio.Event()
-        self._activity_since: float | None = None
+        self._idle_since: tuple[str, float] | None = None
         self._running_seconds: dict[int, float] = {}
         self._idle_seconds: dict[str, float] = {}
         self._decode_steps = self._sampled = self._applied = self._prefilled = 0
@@ -210,6 +211,7 @@ class ScriptedSampler:
         self._work.set()
 
     def take_activity(self) -> WorkerActivity:
+        self._end_idle()
         busy = sum(self._running_seconds.values())
         activity = WorkerActivity(
             seconds=busy + sum(self._idle_seconds.values()),
@@ -234,24 +236,28 @@ class ScriptedSampler:
                 self._running.append(self._queue.popleft())
             if not self._running:
                 self._work.clear()
-                reason, since = waiting_for(), clock.now()
+                reason = waiting_for()
                 if reason not in ("environment", "admission"):
                     raise ContractViolation(f"waiting_for() says {reason!r}")
+                self._idle_since = (reason, clock.now())
                 await self._work.wait()
-                self._idle(reason, clock.now() - since)
+                self._end_idle()
+                self._idle_since = None
                 continue
             await self._decode()
 
     # Scripted insides
 
-    def num_drawn(self, key: RolloutKey) -> int:
-        """Tokens drawn for a rollout in the action it is in."""
-        return sum(len(running.tokens) + running.discarded for running in self._running if running.request.key == key)
+    def num_generated(self, key: RolloutKey) -> int:
+        """Tokens drawn for a rollout so far, thrown away or not; counted apart from everything else, token by token."""
+        return self._drawn.get(key, 0)
 
     async def _apply(self) -> None:
         newest = self.weights.newest
         await asyncio.sleep(self._apply_seconds)
         self._idle("weights", self._apply_seconds)
+        if self._held:  # pinned meanwhile: these weights come later
+            return
         if newest < self._version:
             raise ContractViolation(f"weights fall from {self._version} to {newest}")
         self._version = newest
@@ -280,9 +286,17 @@ class ScriptedSampler:
             running.versions.append(self._version)
             self._sampled += 1
             self._generated += not running.request.evaluation
+            self._drawn[running.request.key] = self._drawn.get(running.request.key, 0) + 1
             if len(running.tokens) == running.num_tokens:
                 self._running.remove(running)
                 running.future.set_result(_completion(running))
+
+    def _end_idle(self) -> None:
+        """Books the idle time so far."""
+        if self._idle_since is not None:
+            reason, since = self._idle_since
+            self._idle(reason, clock.now() - since)
+            self._idle_since = (reason, clock.now())
 
     def _idle(self, reason: str, seconds: float) -> None:
         self._idle_seconds[reason] = self._idle_seconds.get(reason, 0.0) + seconds
