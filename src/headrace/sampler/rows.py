@@ -78,6 +78,10 @@ class SlotTable:
         self.num_evicted = 0
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_kept(self) -> int:
         return len(self._kept)
 
