@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.config import Settings
@@ -45,7 +46,7 @@ def load_model(model_path: str, dtype: torch.dtype, device: torch.device) -> Any
     disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{model_path}: the model cannot be loaded: {error}", remedy="Correct model.path.") from error
 
 
