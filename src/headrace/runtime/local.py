@@ -239,6 +239,7 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
             processes += evaluators
             progress("starting samplers and learner", 0.0)
             facts = await _hellos(processes, settings)
+            channel.close()
             yield _LocalRoles(
                 workers=[LocalWorker(process) for process in workers],
                 learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),

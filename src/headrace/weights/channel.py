@@ -61,9 +61,12 @@ class SharedMemoryChannel:
         return mmap.PAGESIZE + index * self.buffer_bytes
 
     def close(self) -> None:
+        """Gives this process's hold up; processes that were sent the channel keep theirs."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            del self.header
+            self.memory.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"buffer_bytes": self.buffer_bytes, "descriptor": DupFd(self._descriptor)}
