@@ -24,7 +24,7 @@ def make_sampler(
 ) -> TransformersSampler:
     return TransformersSampler(
         str(path or tiny_model(kind)),
-        settings=SamplerSettings(**settings),
+        settings=SamplerSettings().model_copy(update=settings),  # unchecked: a tiny model's slots are smaller than the least kv_memory_bytes
         max_context_tokens=CONTEXT,
         device="cpu",
         dtype="float32",
