@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.cli.config import print_settings, settings_object
@@ -41,6 +43,16 @@ def choose_run_directory(asked: str | None, name: str) -> Path:
     return directory.resolve()
 
 
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """A job scheduler's SIGTERM ends the run as cleanly as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
     from headrace.report.picture import end_picture
     from headrace.report.progress import ProgressView
@@ -49,7 +61,7 @@ def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
 
     output.say(f"headrace run {resolved.name} -> {directory}")
     status, error, code = "done", None, 0
-    with contextlib.closing(ProgressView(output.people)) as view:
+    with contextlib.closing(ProgressView(output.people)) as view, sigterm_as_ctrl_c():
         try:
             asyncio.run(run_local(resolved, directory, subscribers=[view.on_event], progress=view.on_startup))
         except KeyboardInterrupt:
