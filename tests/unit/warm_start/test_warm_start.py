@@ -1,5 +1,6 @@
 """Supervised warm start: what is learnt, what is cached, what is refused."""
 
+import itertools
 import math
 import multiprocessing
 import pickle
@@ -235,6 +236,15 @@ def test_a_batch_holds_neighbours_in_length_and_every_example_once() -> None:
     examples = [([index] * length, [True] * length) for index, length in enumerate([9, 1, 5, 3, 7, 2, 8, 4, 6, 10, 12, 11])]
     batches = list(_take(warm_start._batches(iter(examples), 3, seed=0), 4))
     assert sorted(sorted(len(tokens) for tokens, _ in batch) for batch in batches) == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+
+
+def test_batches_of_different_lengths_come_in_random_order() -> None:
+    examples = ([0] * length for length in itertools.cycle(range(1, 9)))
+    batches = warm_start._batches(((tokens, [True] * len(tokens)) for tokens in examples), 1, seed=0)
+    lengths = [len(batch[0][0]) for batch in _take(batches, 2 * warm_start.BUCKET_BATCHES)]
+    first, second = lengths[: warm_start.BUCKET_BATCHES], lengths[warm_start.BUCKET_BATCHES :]
+    assert sorted(first) == sorted(second) == list(range(1, 9))
+    assert first not in (sorted(first), sorted(first, reverse=True)) and first != second
 
 
 def _take(batches: Any, number: int) -> Any:
