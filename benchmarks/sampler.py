@@ -166,14 +166,14 @@ async def door(sampler: TransformersSampler, in_flight: int, seconds: float, see
             key = RolloutKey(number, 0, attempt)
             attempt += 1
             context = [1, 2, 3]
-            for step in range(max(4, min(60, int(12 * chooser.lognormvariate(0, 0.6))))):
+            for step in range(max(4, min(40, int(12 * chooser.lognormvariate(0, 0.6))))):
                 if loop.time() >= end:
                     break
                 completion = await sampler.sample(SampleRequest(key=key, step=step, seed=seed, tokens=context, sampling=SamplingParameters(), keep_cache=True))
                 out += 1
                 await asyncio.sleep(0.03 * chooser.lognormvariate(-0.125, 0.5))
                 out -= 1
-                context = [*context, *completion.tokens, *([4] if chooser.random() < 0.7 else [4, 5])][:126]
+                context = [*context, *completion.tokens, *([4] if chooser.random() < 0.7 else [4, 5])]
             sampler.release(key)
 
     async with asyncio.TaskGroup() as group:

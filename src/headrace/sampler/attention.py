@@ -48,6 +48,10 @@ class RowGroup:
     positions_RQ: torch.Tensor
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     """By sliding window: [R, 1, Q, L], 0 or -inf."""
+    expanded: dict[tuple[int | None, int, int], torch.Tensor] = field(default_factory=dict)
+    """By sliding window, key-value heads and query heads to each: [R * K, G * Q, L]."""
+    slot_heads: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By number of key-value heads: [R * K] rows of the cache seen as [slots * K, context * D]."""
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         if (mask := self.masks.get(sliding_window)) is None:
@@ -57,6 +61,22 @@ class RowGroup:
                 hidden |= keys_L <= self.positions_RQ[:, None, :, None] - sliding_window
             mask = self.masks[sliding_window] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask
+
+    def expanded_mask(self, sliding_window: int | None, dtype: torch.dtype, key_heads: int, repeats: int) -> torch.Tensor:
+        key = (sliding_window, key_heads, repeats)
+        if (mask := self.expanded.get(key)) is None:
+            shape = (self.num_rows, key_heads, repeats, self.num_queries, self.num_keys)
+            mask = self.mask(sliding_window, dtype)[:, :, None].expand(shape).reshape(self.num_rows * key_heads, repeats * self.num_queries, -1)
+            self.expanded[key] = mask
+        return mask
+
+    def gather(self, cached: torch.Tensor) -> torch.Tensor:
+        """[R * K, L, D] of this group's slots; one straight copy a row and head."""
+        slots, heads, context, size = cached.shape
+        if (index := self.slot_heads.get(heads)) is None:
+            index = self.slot_heads[heads] = (self.slots_R[:, None] * heads + torch.arange(heads, device=self.slots_R.device)).flatten()
+        flat = cached.view(slots * heads, context * size)[:, : self.num_keys * size]
+        return flat.index_select(0, index).view(-1, self.num_keys, size)
 
 
 @dataclass(slots=True)
@@ -174,23 +194,27 @@ def _attend(
 ) -> torch.Tensor:
     """[tokens of the group, H, D]"""
     _, num_heads, head_size = query_NHD.shape
-    key_RKLD = key[:, :, : group.num_keys].index_select(0, group.slots_R)
-    value_RKLD = value[:, :, : group.num_keys].index_select(0, group.slots_R)
+    keys, values = group.gather(key), group.gather(value)
     key_heads = key.shape[1]
     rows, queries, repeats = group.num_rows, group.num_queries, num_heads // key_heads
     padded = query_NHD if group.pad_RQ is None else query_NHD.index_select(0, group.pad_RQ)
-    mask = group.mask(sliding_window, query_NHD.dtype)
     if queries >= _FUSED_QUERIES and softcap is None:
         query_RHQD = padded.reshape(rows, queries, num_heads, head_size).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(query_RHQD, key_RKLD, value_RKLD, mask, scale=scaling, enable_gqa=repeats > 1)
+        keys, values = keys.view(rows, key_heads, *keys.shape[1:]), values.view(rows, key_heads, *values.shape[1:])
+        mask = group.mask(sliding_window, query_NHD.dtype)
+        attended = functional.scaled_dot_product_attention(query_RHQD, keys, values, mask, scale=scaling, enable_gqa=repeats > 1)
         output = attended.transpose(1, 2).reshape(rows * queries, num_heads, -1)
     else:
-        query_RKGQD = padded.reshape(rows, queries, key_heads, repeats, head_size).permute(0, 2, 3, 1, 4)
-        scores = torch.matmul((query_RKGQD * scaling).reshape(rows, key_heads, repeats * queries, head_size), key_RKLD.transpose(-1, -2))
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = (scores.view(rows, key_heads, repeats, queries, -1) + mask[:, :, None]).softmax(-1)
-        attended = torch.matmul(scores.view(rows, key_heads, repeats * queries, -1), value_RKLD)
-        attended = attended.view(rows, key_heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
+        if queries > 1:
+            padded = padded.reshape(rows, queries, key_heads, repeats, head_size).permute(0, 2, 3, 1, 4)
+        grouped = padded.reshape(rows * key_heads, repeats * queries, head_size)
+        mask = group.expanded_mask(sliding_window, query_NHD.dtype, key_heads, repeats)
+        if softcap is None:
+            scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scaling)
+        else:
+            scores = torch.tanh(torch.bmm(grouped, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + mask
+        attended = torch.bmm(scores.softmax(-1), values)
+        if queries > 1:
+            attended = attended.view(rows, key_heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
         output = attended.reshape(rows * queries, num_heads, -1)
     return output if group.unpad_N is None else output.index_select(0, group.unpad_N)

@@ -21,6 +21,8 @@ class GatherTarget:
     """Estimates r (arrivals a second) and a (the fixed seconds of a step), both from the recent past."""
 
     def __init__(self) -> None:
+        self.rows = math.inf
+        """Fewer rows than this: wait for more."""
         self._arrived = 0
         self._arrivals = self._arrival_seconds = 0.0
         self._since: float | None = None
@@ -44,6 +46,8 @@ class GatherTarget:
         self._nn = self._nn * _STEP_MEMORY + num_tokens * num_tokens
         self._t = self._t * _STEP_MEMORY + seconds
         self._nt = self._nt * _STEP_MEMORY + num_tokens * seconds
+        if self._num_steps >= _STEPS_TO_KNOW and self._arrival_seconds > 0:
+            self.rows = self._arrivals / self._arrival_seconds * self.fixed_seconds
 
     @property
     def fixed_seconds(self) -> float:
@@ -53,10 +57,3 @@ class GatherTarget:
         if spread <= 1e-6 * self._n**2:
             return mean
         return min(mean, max(0.0, (self._nn * self._t - self._n * self._nt) / spread))
-
-    @property
-    def rows(self) -> float:
-        """Fewer rows than this: wait for more."""
-        if self._num_steps < _STEPS_TO_KNOW or self._arrival_seconds <= 0:
-            return math.inf
-        return self._arrivals / self._arrival_seconds * self.fixed_seconds
