@@ -25,8 +25,8 @@ from typing import Any
 
 from headrace import clock
 from headrace.config import Settings
-from headrace.roles import WaitingFor
-from headrace.rollout.user_call import LoopUserCode
+from headrace.roles import Environment, WaitingFor
+from headrace.rollout.user_call import BlockingWatch, LoopEnvironment, call_on_loop
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.types import (
     Action,
@@ -391,6 +391,47 @@ class ScriptedEnvironment:
 
     def _observation(self) -> Observation:
         return Observation(text=f"{self._answered}?", key=self._data["key_weight"] if self._answered in self._data["key_steps"] else 0.0)
+
+
+class LoopUserCode:
+    """Async user code given as Python objects: `make_environment()` per rollout, `reward(task, answer)`; either may be None.
+
+    Implements UserCode of rollout/roll_out without processes, for the virtual clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_environment: Callable[[], Environment] | None = None,
+        reward: Callable[[Task, str], Awaitable[object]] | None = None,
+        limit_seconds: float = 120.0,
+    ) -> None:
+        self._make_environment = make_environment
+        self._reward = reward
+        self._limit_seconds = limit_seconds
+        self._watch = BlockingWatch()
+
+    @property
+    def has_reward(self) -> bool:
+        return self._reward is not None
+
+    def open_environment(self, key: RolloutKey) -> Environment | None:
+        if self._make_environment is None:
+            return None
+        return LoopEnvironment(self._make_environment(), limit_seconds=self._limit_seconds, watch=self._watch)
+
+    def release(self, key: RolloutKey) -> None:
+        """Nothing is kept by key: the environment goes with its rollout."""
+
+    async def reward(self, task: Task, answer: str) -> object:
+        assert self._reward is not None
+        return await call_on_loop(self._reward, task, answer, name="reward", limit_seconds=self._limit_seconds, watch=self._watch)
+
+    def warning(self) -> str | None:
+        return self._watch.text()
+
+    async def close(self) -> None:
+        """Nothing to end."""
 
 
 def scripted_task(

@@ -167,6 +167,8 @@ def check_trajectory(trajectory: Trajectory, requests: list[SampleRequest], plan
     assert all(math.isfinite(logprob) and logprob <= 0.0 for logprob in trajectory.sampler_logprobs)
     if not trajectory.failed:
         assert trajectory.steps and trajectory.steps[-1].action_end == len(trajectory.tokens)
+    if trajectory.end_reason is EndReason.PROMPT_TOO_LONG:
+        assert not trajectory.steps  # later on it is the token limit
     if trajectory.end_reason is EndReason.CANCELLED:
         assert plan.stop_seconds < 1000.0 or trajectory.key.member in plan.cancel_seconds
 

@@ -208,7 +208,7 @@ class _Rollout:
         if not isinstance(prompt, str):
             found = "has no 'prompt'" if prompt is None else f"has a 'prompt' that is a {type(prompt).__name__}, not a text"
             raise _Ended(EndReason.ENVIRONMENT_ERROR, f"task '{self._request.task.id}' {found}: one-step tasks need it in their data")
-        action = await self._act(Observation(text=prompt), last=True)
+        action = await self._act(self._render(Observation(text=prompt)), key_weight=0.0, last=True)
         if self._out_of_time():
             return EndReason.MAX_SECONDS
         return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
@@ -217,8 +217,10 @@ class _Rollout:
 
     async def _walk(self, environment: Environment) -> EndReason:
         observation = await self._reset(environment)
+        shown = self._render(observation)
         for step in range(self._settings.max_steps):
-            action = await self._act(observation, last=step + 1 == self._settings.max_steps)
+            last = step + 1 == self._settings.max_steps
+            action = await self._act(shown, key_weight=observation.key, last=last)
             if self._out_of_time():
                 return EndReason.MAX_SECONDS
             answer = await self._step(environment, action)
@@ -229,9 +231,10 @@ class _Rollout:
                 return EndReason.DONE
             if following is None:
                 raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step {step} returned no observation although it is not done")
-            observation = following
-            if step + 1 < self._settings.max_steps and not self._fits(observation):
-                return EndReason.MAX_TOKENS
+            if not last:
+                observation, shown = following, self._render(following)
+                if len(self._tokens) + len(shown) >= self._token_limit:
+                    return EndReason.MAX_TOKENS
         return EndReason.MAX_STEPS
 
     async def _reset(self, environment: Environment) -> Observation:
@@ -267,10 +270,6 @@ class _Rollout:
         self._steps[-1] = dataclasses.replace(self._steps[-1], reward=_checked_reward(reward, "step"))
         return (None if observation is None else _checked_observation(observation, "step")), bool(done)
 
-    def _fits(self, observation: Observation) -> bool:
-        """Room for at least one more action token."""
-        return len(self._tokens) + len(self._render(observation)) < self._token_limit
-
     # Both
 
     def _render(self, observation: Observation) -> list[int]:
@@ -279,13 +278,12 @@ class _Rollout:
         except Exception as error:
             raise _Ended(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {_shown(observation.text)}: {describe_exception(error)}") from error
 
-    async def _act(self, observation: Observation, *, last: bool) -> Action:
-        """Appends the observation and the action sampled for it."""
+    async def _act(self, shown: list[int], *, key_weight: float, last: bool) -> Action:
+        """Appends the observation's tokens and the action sampled for them."""
         if self._progress.is_cut:  # the user's code may have swallowed the cancellation
             raise TimeoutError
-        shown = self._render(observation)
         room_tokens = self._token_limit - len(self._tokens) - len(shown)
-        if room_tokens <= 0:  # later observations were measured by _fits
+        if room_tokens <= 0:  # of the first prompt: later observations were measured before
             text = f"the prompt has {len(shown)} tokens, with one token of an action more than {self._token_limit} (rollout.max_tokens, or the model's context)"
             raise _Ended(EndReason.PROMPT_TOO_LONG, text)
         if not self._tokens and not shown:
@@ -301,13 +299,13 @@ class _Rollout:
             tokens=tuple(self._tokens),
             sampling=sampling,
             keep_cache=not last,
-            key_weight=observation.key,
+            key_weight=key_weight,
             evaluation=self._request.evaluation,
         )
         self._progress.step = len(self._steps)
         self._progress.enter(Phase.SAMPLER)
         completion = await self._sample(sample_request)
-        self._record(completion, observation.key)
+        self._record(completion, key_weight)
         action = read_action(self._tokenizer, completion, sampling)
         self._last_text = action.text
         return action

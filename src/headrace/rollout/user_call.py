@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
 from headrace.roles import Environment
-from headrace.types import Action, Observation, Outcome, RolloutKey, Task
+from headrace.types import Action, Observation, Outcome, Task
 
 T = TypeVar("T")
 
@@ -110,47 +110,6 @@ class LoopEnvironment:
 
     async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]:
         return await call_on_loop(self._environment.step, action, name=f"{self._name}.step", limit_seconds=self._limit_seconds, watch=self._watch)
-
-
-class LoopUserCode:
-    """Async user code given as Python objects: `make_environment()` per rollout, `reward(task, answer)`; either may be None.
-
-    Implements UserCode of rollout/user_code without processes, so it also runs under the virtual clock.
-    """
-
-    def __init__(
-        self,
-        *,
-        make_environment: Callable[[], Environment] | None = None,
-        reward: Callable[[Task, str], Awaitable[object]] | None = None,
-        limit_seconds: float = 120.0,
-    ) -> None:
-        self._make_environment = make_environment
-        self._reward = reward
-        self._limit_seconds = limit_seconds
-        self._watch = BlockingWatch()
-
-    @property
-    def has_reward(self) -> bool:
-        return self._reward is not None
-
-    def open_environment(self, key: RolloutKey) -> Environment | None:
-        if self._make_environment is None:
-            return None
-        return LoopEnvironment(self._make_environment(), limit_seconds=self._limit_seconds, watch=self._watch)
-
-    def release(self, key: RolloutKey) -> None:
-        """Nothing is kept by key: the environment goes with its rollout."""
-
-    async def reward(self, task: Task, answer: str) -> object:
-        assert self._reward is not None
-        return await call_on_loop(self._reward, task, answer, name="reward", limit_seconds=self._limit_seconds, watch=self._watch)
-
-    def warning(self) -> str | None:
-        return self._watch.text()
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
 
 class _Watched:

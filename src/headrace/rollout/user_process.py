@@ -44,6 +44,7 @@ class UserProcess:
         self._starting: asyncio.Future[None] | None = None
         self._ours: socket.socket | None = None
         self._loaded = False
+        self._over = False
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._one_call = asyncio.Lock()
@@ -87,7 +88,7 @@ class UserProcess:
         await self._kill("the worker has ended")
 
     async def _start(self) -> None:
-        """Can be cancelled at any point and is then taken up again by the next call."""
+        """Cancelled while the child starts, it is taken up again by the next call."""
         if self._starting is None:
             self._ours, theirs = socket.socketpair()
             context = multiprocessing.get_context("forkserver")
@@ -95,8 +96,12 @@ class UserProcess:
             self._process = context.Process(target=serve, args=(theirs, *self._arguments), name="headrace-user-code", daemon=True)
             self._starting = asyncio.get_running_loop().run_in_executor(None, _start_and_close, self._process, theirs)
         await asyncio.shield(self._starting)  # in a thread: the first process waits for the forkserver
-        if self._writer is None:
+        try:
             self._reader, self._writer = await asyncio.open_connection(sock=self._ours)
+        except BaseException:  # asyncio has closed the socket
+            self.lost = "its start was interrupted"
+            self._end_now()
+            raise
         self._loaded = True
         await self._exchange(("load",), "importing the recipe", self._startup_seconds)
 
@@ -159,26 +164,39 @@ class UserProcess:
     async def _kill(self, reason: str) -> str:
         """Ends the child for good; returns how it had ended."""
         self.lost = self.lost or reason
-        how = "was killed"
         if self._starting is not None:
             await asyncio.shield(self._starting)
-        if self._process is not None and self.pid is not None:
+        how = "was killed"
+        try:
             if self._reader is not None and self._reader.at_eof():
-                await asyncio.to_thread(self._process.join, _JOIN_SECONDS)  # it has ended by itself: learn how
-                code = self._process.exitcode
-                if code is not None:
-                    how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+                how = await self._how_it_ended()
+        finally:
+            self._end_now()
+        if self._process is not None and self.pid is not None:
+            await asyncio.to_thread(self._process.join, _JOIN_SECONDS)
+        return how
+
+    async def _how_it_ended(self) -> str:
+        assert self._process is not None
+        await asyncio.to_thread(self._process.join, _JOIN_SECONDS)
+        code = self._process.exitcode
+        if code is None:
+            return "closed its connection"
+        return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+    def _end_now(self) -> None:
+        """Kills the child and what it started, and closes the connection. Once: its number may belong to another process later."""
+        if self._over:
+            return
+        self._over = True
+        if self._process is not None and self.pid is not None:
             self._process.kill()
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # what the user's code started
-            await asyncio.to_thread(self._process.join, _JOIN_SECONDS)
+                os.killpg(self.pid, signal.SIGKILL)
         if self._writer is not None:
             self._writer.close()
-            with contextlib.suppress(ConnectionError):
-                await self._writer.wait_closed()
         elif self._ours is not None:
             self._ours.close()
-        return how
 
 
 def _start_and_close(process: multiprocessing.process.BaseProcess, end: socket.socket) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from fakes.rollouts import (
     CharacterTokenizer,
+    LoopUserCode,
     ScriptedEnvironment,
     ScriptedSampler,
     ScriptedWeights,
@@ -22,7 +23,6 @@ from fakes.rollouts import (
 )
 from headrace.clock import now, run_virtual
 from headrace.rollout.roll_out import RolloutProgress, roll_out
-from headrace.rollout.user_call import LoopUserCode
 from headrace.types import Action, Completion, EndReason, Observation, Outcome, SampleRequest, StopReason, Task, Trajectory, VersionSpan
 
 
@@ -179,6 +179,21 @@ def test_an_answer_cut_by_the_token_limit_is_graded_and_says_so() -> None:
     trajectory = run_one(code=one_step_user_code(lambda task, answer: len(answer)), sampler=sampler, max_action_tokens=4)
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.MAX_TOKENS, 4.0)
     assert trajectory.steps[0].stop_reason is StopReason.MAX_TOKENS
+
+
+def test_a_one_step_answer_that_took_longer_than_max_seconds_is_finished_and_graded() -> None:
+    sampler = ScriptedSampler(seconds_per_token=1.0, action_tokens=lambda request: 5)
+    trajectory = run_one(code=one_step_user_code(lambda task, answer: 0.5), sampler=sampler, max_seconds=3.0)
+    assert (trajectory.end_reason, trajectory.reward, trajectory.num_action_tokens) == (EndReason.MAX_SECONDS, 0.5, 5)
+
+
+def test_an_observation_that_exactly_fills_the_context_ends_the_rollout_by_its_token_limit() -> None:
+    """2 prompt tokens and 4 of an action; an observation of n more leaves room only if another token fits behind it."""
+    sampler = ScriptedSampler(action_tokens=lambda request: 4)
+    for length, num_steps in [(13, 2), (14, 1), (15, 1)]:
+        trajectory = run_one(code=environment((Observation(text="x" * length), 0.0, False)), sampler=sampler, max_tokens=20)
+        assert (trajectory.end_reason, len(trajectory.steps)) == (EndReason.MAX_TOKENS, num_steps)
+        sampler = ScriptedSampler(action_tokens=lambda request: 4)
 
 
 @pytest.mark.parametrize("data", [{}, {"prompt": 3}])

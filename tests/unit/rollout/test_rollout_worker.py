@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fakes.rollouts import (
+    LoopUserCode,
     ScriptedSampler,
     ScriptedWeights,
     rollout_request,
@@ -20,7 +21,6 @@ from fakes.rollouts import (
 )
 from headrace.clock import now, run_virtual
 from headrace.errors import InvariantError, WorkerLostError
-from headrace.rollout.user_call import LoopUserCode
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.types import EndReason, PolicyVersion, RolloutKey, RolloutRequest, Trajectory, WorkerReport
 
@@ -108,9 +108,10 @@ def test_applied_weights_are_acknowledged_although_nothing_runs() -> None:
         weights = ScriptedWeights()
         sampler = ScriptedSampler(weights=weights, apply_seconds=2.0)
         async with running(scripted_worker(sampler)) as worker:
+            await asyncio.sleep(1.0)
             await worker.announce(weights.publish(1))
             report = await worker.next_report()
-            assert (report.version, now()) == (PolicyVersion(0, 1), 2.0)
+            assert (report.version, now()) == (PolicyVersion(0, 1), 3.0)
 
     run_virtual(main())
 

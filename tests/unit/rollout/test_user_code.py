@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -332,13 +334,33 @@ def gone_soon(pid: int) -> bool:
     return not is_alive(pid)
 
 
-def test_what_the_users_code_prints_never_reaches_stdout(recipe: RecipeCode, capfd: pytest.CaptureFixture[str]) -> None:
-    async def use(code: RecipeUserCode) -> None:
-        environment, _ = await reset(code, 1)
-        await environment.step(say("print"))
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from headrace.config import Settings
+from headrace.recipe import RecipeCode
+from headrace.rollout.user_code import RecipeUserCode
+from headrace.types import Action, RolloutKey, StopReason, Task
 
-    with_code(recipe, use, environment="task:Counter")
-    assert "hello from the user" not in capfd.readouterr().out
+async def main():
+    settings = Settings.model_validate({"task": {"environment": "task:Counter"}})
+    code = RecipeUserCode(RecipeCode(Path(sys.argv[1]), {}), settings)
+    environment = code.open_environment(RolloutKey(0, 0, 0))
+    await environment.reset(Task(id="t", data={}))
+    await environment.step(Action(text="print", tokens=(1,), stop_reason=StopReason.STOP))
+    await code.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_what_the_users_code_prints_goes_to_stderr_and_never_into_a_commands_json(recipe: RecipeCode) -> None:
+    program = recipe.path.parent / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, str(program), str(recipe.path)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ""
+    assert "hello from the user" in done.stderr
 
 
 def test_async_code_runs_on_the_loop_and_starts_no_process(recipe: RecipeCode) -> None:
