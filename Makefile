@@ -6,8 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# settings that win over recipes/door/recipe.toml, for example DEMO="run.num_updates=30"
-DEMO ?=
+# settings that win over recipes/door/recipe.toml
+DEMO ?= run.num_updates=60
 
 # one thread a process: role processes and tests share the cores
 export OMP_NUM_THREADS ?= 1

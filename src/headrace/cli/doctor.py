@@ -118,7 +118,7 @@ def check_package(name: str) -> Check:
 def probe_in_process(limit_seconds: float) -> dict[str, Any]:
     """Starts a role process the way a run does and collects what learner/probe.py finds; `process` says how that went."""
     from headrace.learner.probe import probe
-    from headrace.runtime.processes import context
+    from headrace.runtime.processes import context, end_forkserver
 
     results: dict[str, Any] = {}
     started = time.monotonic()
@@ -142,7 +142,9 @@ def probe_in_process(limit_seconds: float) -> dict[str, Any]:
         if process.is_alive():
             process.join(5.0)
             process.kill()
+            process.join()
         ours.close()
+        end_forkserver()
     return results
 
 

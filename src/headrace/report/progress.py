@@ -28,6 +28,7 @@ class ProgressView:
         self._clock = clock
         self._drawn_at = float("-inf")
         self._on_line = False
+        self._shown = ""
         self._last_startup: str | None = None
         self._num_updates = 0
         self._version = 0
@@ -138,8 +139,9 @@ class ProgressView:
         if self._terminal:
             self._write("\r\x1b[2K" + text[: max(20, self._width() - 1)])
             self._on_line = True
-        else:
+        elif text != self._shown:
             self._write(text + "\n")
+        self._shown = text
 
     def _print(self, text: str) -> None:
         """A line that stays, above the live one."""

@@ -63,7 +63,9 @@ def test_pipe_gets_plain_lines_without_control_characters() -> None:
     stream = io.StringIO()
     shown(stream, training()).close()
     assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
-    assert "update " in stream.getvalue() and "evaluation of version 0: 0.200" in stream.getvalue()
+    assert stream.getvalue().splitlines()[-1].startswith("update 10/20"), "the last line stands"
+    assert len(set(stream.getvalue().splitlines())) == len(stream.getvalue().splitlines())
+    assert "evaluation of version 0: 0.200" in stream.getvalue()
 
 
 def test_failed_task_is_named_once_its_attempts_are_used_up() -> None:
