@@ -21,7 +21,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-_PROBE_TOKENS = 12
+_PROBE_TOKENS = 24
 
 
 class ServedModel:
@@ -128,12 +128,12 @@ class ServedModel:
         return logits
 
     def _difference(self, expected: torch.Tensor) -> str | None:
-        """Serves the probe: prompts in two parts of unlike lengths, then a short step. Says what differs; None when nothing does."""
+        """Serves the probe: prompts, then two short steps, of unlike lengths: every path of the attention. Says what differs; None when nothing does."""
         rows = self._probe_rows()
         cache = self.new_cache(2, _PROBE_TOKENS)
         served = expected
         try:
-            for bounds in (((0, 9), (0, 5)), ((9, 10), (5, 8)), ((10, _PROBE_TOKENS), (8, _PROBE_TOKENS))):
+            for bounds in (((0, 20), (0, 17)), ((20, 21), (17, 20)), ((21, _PROBE_TOKENS), (20, _PROBE_TOKENS))):
                 plan = make_plan([rows[r, a:b].tolist() for r, (a, b) in enumerate(bounds)], [a for a, _ in bounds], [1, 0], self.device)
                 served = self.forward(cache, plan, plan.last_R).float()
         except ModelError as error:
