@@ -203,6 +203,18 @@ def test_every_advantage_and_scale_with_kl_and_entropy_has_the_unbatched_gradien
     assert largest_difference(gradients(rank.model), expected) < 1e-5
 
 
+def test_a_masked_token_leaves_the_kl_and_the_entropy_bonus_too(model_path: Path, tmp_path: Path) -> None:
+    trajectories = stale_trajectories(model_path)
+    rank = learner_at(model_path, VERSION, loss="reinforce", correction="masked", kl_coefficient=0.3, entropy_coefficient=0.05)
+    reference = load(save_model(tmp_path / "other", seed=1))
+    assert rank._reference is not None
+    rank._reference.model.load_state_dict(reference.state_dict())
+    statistics = rank.learn(aged_selection(trajectories)).statistics
+    expected = expected_gradient(model_path, trajectories, "reinforce", "masked", kl=0.3, entropy=0.05, reference=reference)
+    assert statistics is not None and statistics.masked_fraction > 0
+    assert largest_difference(gradients(rank.model), expected) < 1e-5
+
+
 def test_gradient_does_not_depend_on_micro_batches(model_path: Path) -> None:
     trajectories = stale_trajectories(model_path)
     found = []

@@ -154,7 +154,8 @@ def test_tokens_count_once_however_many_epochs(model_path: Path) -> None:
     assert result.version_after == rank.version == PolicyVersion(0, 6)
     assert [outcome.trained_tokens for outcome in result.outcomes] == [t.num_action_tokens for t in trajectories]
     assert result.statistics is not None and result.statistics.trained_tokens == sum(t.num_action_tokens for t in trajectories)
-    assert sum(result.statistics.staleness_histogram.values()) == result.statistics.trained_tokens
+    halves = [sum(t.num_action_tokens for t in trajectories if (t.key.group_id < 2) == first) for first in (True, False)]
+    assert dict(result.statistics.staleness_histogram) == {0: halves[0], 1: halves[1]}  # as old as when first trained
     assert 0 < result.busy_seconds <= result.seconds
 
 
@@ -238,6 +239,32 @@ def test_rows_end_after_their_last_trained_token(model_path: Path) -> None:
     cut = make_rank(model_path, version=10).learn(make_selection(cut_tail, version=10, max_staleness=0)).statistics
     assert whole is not None and cut is not None
     assert (whole.padded_tokens, cut.padded_tokens) == (2 * 28, 2 * 6)  # the last trained token itself is not an input
+
+
+def test_decoupled_ppo_keeps_the_weights_before_the_first_update_as_its_proximal_policy(model_path: Path) -> None:
+    trajectories = mixed_trajectories(6, groups=1)
+    options: dict[str, Any] = {"loss": "decoupled_ppo", "correction": "decoupled", "max_gradient_norm": 1e9, "learning_rate": 0.03}
+    rank = make_rank(model_path, dtype=torch.float64, num_epochs=2, **options)
+    once = make_rank(model_path, dtype=torch.float64, **options)
+    rank.learn(make_selection(trajectories))
+    once.learn(make_selection(trajectories))
+    proximal = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64).eval()
+    model = once.model
+    for parameter in model.parameters():
+        parameter.grad = None
+    rewards = np.array([t.reward for t in trajectories])
+    loss, clipped = torch.zeros((), dtype=torch.float64), 0
+    for t in trajectories:
+        advantage = (t.reward - rewards.mean()) / (rewards.std() + 1e-6)
+        start = action_logprobs(proximal, t).detach()
+        ratio = torch.exp(action_logprobs(model, t) - start)
+        weight = torch.exp(start - torch.tensor(t.sampler_logprobs, dtype=torch.float64))
+        loss = loss - (weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)).sum()
+        clipped += int((ratio.clamp(0.8, 1.28) != ratio).sum())
+    (loss / sum(t.num_action_tokens for t in trajectories)).backward()
+    assert clipped  # the second update has moved away from the proximal policy
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(dict(rank.model.named_parameters())[name].grad, parameter.grad, rtol=1e-6, atol=1e-9)
 
 
 # --- what must never arrive
