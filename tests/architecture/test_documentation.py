@@ -1,0 +1,44 @@
+"""The documents name what exists: the tree of the README, the commands, each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headrace.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def tree_files() -> set[str]:
+    """Paths below src/headrace that the README's tree names."""
+    block = next(block for block in README.split("```") if "src/headrace/\n" in block)
+    found: set[str] = set()
+    folder = ""
+    for line in block.partition("src/headrace/\n")[2].partition("\ntests/")[0].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.findall(r"[a-z_]+(?:\.py|/)(?=\s|$)", line)
+        if depth == 1:
+            folder = names[0] if names[0].endswith("/") else ""
+        found.update(folder + name for name in names if name.endswith(".py"))
+    return found
+
+
+def test_readme_names_every_module_and_no_other() -> None:
+    package = ROOT / "src" / "headrace"
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if not path.name.startswith("__")}
+    assert tree_files() == modules
+
+
+def test_documents_show_only_commands_that_exist() -> None:
+    commands = set(build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr, arg-type]
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shown = set(re.findall(r"(?:^|`)headrace ([a-z]+)", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE))
+        assert shown <= commands, name
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("recipes/*/*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
