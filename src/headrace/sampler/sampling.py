@@ -39,7 +39,7 @@ def stream_key(seed: int, key: RolloutKey, step: int) -> int:
 
 
 def uniforms(stream_keys: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """[R] one uniform in [0, 1) for token `positions[r]` of stream `stream_keys[r]`.
+    """[R] one uniform in [0, 1), a multiple of 2^-52, for token `positions[r]` of stream `stream_keys[r]`.
 
     Counter-based SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 4): a number
     depends on (stream, position) only, so it cannot depend on who shares the batch or on how often an action was begun again.
@@ -49,7 +49,7 @@ def uniforms(stream_keys: Sequence[int], positions: Sequence[int]) -> npt.NDArra
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_MULTIPLIER_1)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_MULTIPLIER_2)
     state ^= state >> np.uint64(31)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def draw(logits_RV: torch.Tensor, parameters: Sequence[SamplingParameters], uniforms_R: npt.NDArray[np.float64]) -> Draws:
@@ -77,13 +77,13 @@ def _draw_from(logprobs_RV: torch.Tensor, uniforms_R: npt.NDArray[np.float64], g
     total_R1 = cumulative_RV[:, -1:].contiguous()
     targets_R1 = torch.from_numpy(uniforms_R).to(logprobs_RV.device)[:, None] * total_R1
     tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
-    # Rounding may lift a target onto the total; the last token with any probability is the first at which the total is reached.
-    tokens_R1 = torch.minimum(tokens_R1, torch.searchsorted(cumulative_RV, total_R1)).clamp_(max=logprobs_RV.shape[1] - 1)
+    # A uniform is at most 1 - 2^-52, so a target lies below the total whatever the rounding, and the token found has a probability
+    # above 0. Only a row of NaN points past the end.
+    tokens_R1.clamp_(max=logprobs_RV.shape[1] - 1)
     if greedy is not None:
         chosen_R1 = torch.tensor(greedy, device=logprobs_RV.device)[:, None]
         tokens_R1 = torch.where(chosen_R1, logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
-    logprobs_R = logprobs_RV.gather(-1, tokens_R1)[:, 0]
-    logprobs_R = torch.where(total_R1[:, 0].isfinite(), logprobs_R, math.nan).clamp_(max=0.0)
+    logprobs_R = logprobs_RV.gather(-1, tokens_R1)[:, 0].clamp_(max=0.0)
     return Draws(tokens_R1[:, 0].tolist(), logprobs_R.tolist())
 
 
