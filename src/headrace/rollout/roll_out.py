@@ -21,17 +21,29 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol
 
 from headrace import clock
 from headrace.config import RolloutSettings
 from headrace.errors import HeadraceError
 from headrace.roles import Environment, Sampler, Tokenizer
+from headrace.rollout.checks import RolloutEnded, broken_completion, checked_observation, checked_reward, shown_value, text_of
 from headrace.rollout.render import read_action, render_observation
-from headrace.rollout.user_call import UserCallError, describe_exception, shorten
-from headrace.types import Action, Completion, EndReason, Observation, RolloutKey, RolloutRequest, SampleRequest, StepRecord, Task, Trajectory, VersionSpan
-
-_LOWEST_LOGPROB = -3.0e38  # trajectories store float32
+from headrace.rollout.user_call import describe_exception
+from headrace.types import (
+    Action,
+    Completion,
+    EndReason,
+    Observation,
+    RolloutKey,
+    RolloutRequest,
+    SampleRequest,
+    StepRecord,
+    StopReason,
+    Task,
+    Trajectory,
+    VersionSpan,
+)
 
 
 class UserCode(Protocol):
@@ -70,6 +82,22 @@ class Phase(StrEnum):
 
 
 ENVIRONMENT_PHASES = frozenset({Phase.RESET, Phase.ENVIRONMENT, Phase.REWARD})
+
+
+@dataclass(slots=True)
+class _Step:
+    """A StepRecord while its action waits for its reward."""
+
+    action_start: int
+    action_end: int
+    version_spans: tuple[VersionSpan, ...]
+    key_weight: float
+    stop_reason: StopReason
+    reward: float = 0.0
+    wait_seconds: float = 0.0
+
+    def record(self) -> StepRecord:
+        return StepRecord(**{name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(slots=True)
@@ -124,7 +152,7 @@ async def roll_out(
             progress.arm(timeout)
             try:
                 end_reason, error = await rollout.run(), None
-            except _Ended as ended:
+            except RolloutEnded as ended:
                 end_reason, error = ended.reason, ended.error
             finally:
                 progress.arm(None)
@@ -136,15 +164,6 @@ async def roll_out(
         rollout.discarded_tokens += sampler.release(request.key)
         user_code.release(request.key)
     return rollout.trajectory(end_reason, error)
-
-
-class _Ended(Exception):
-    """The rollout is over before its last step."""
-
-    def __init__(self, reason: EndReason, error: str | None = None) -> None:
-        super().__init__(reason, error)
-        self.reason = reason
-        self.error = None if error is None else shorten(error)
 
 
 class _Rollout:
@@ -164,22 +183,22 @@ class _Rollout:
         self._token_limit = min(settings.max_tokens, sampler.max_context_tokens)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._steps: list[StepRecord] = []
+        self._steps: list[_Step] = []
         self._graded = 0.0
         self._last_text = ""
         self.discarded_tokens = 0
 
     async def run(self) -> EndReason:
-        """Raises _Ended for every end but the regular ones."""
+        """Raises RolloutEnded for every end but the regular ones."""
         try:
             environment = self._user_code.open_environment(self._request.key)
         except Exception as error:
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"making the environment failed: {_text_of(error)}") from error
-        end_reason = await (self._answer_once() if environment is None else self._walk(environment))
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"making the environment failed: {text_of(error)}") from error
+        end_reason = await (self._answer_once() if environment is None else self._walk_in_time(environment))
         if self._user_code.has_reward and self._steps:
             self._graded = await self._grade()
         if not math.isfinite(self._reward()):
-            raise _Ended(EndReason.REWARD_ERROR, f"the rewards of the steps add up to {self._reward()}")
+            raise RolloutEnded(EndReason.REWARD_ERROR, f"the rewards of the steps add up to {self._reward()}")
         return end_reason
 
     def trajectory(self, end_reason: EndReason, error: str | None) -> Trajectory:
@@ -188,9 +207,9 @@ class _Rollout:
             key=self._request.key,
             task_id=self._request.task.id,
             task_kind=self._request.task.kind,
-            tokens=tuple(self._tokens),
+            tokens=tuple(self._tokens[: self._steps[-1].action_end] if self._steps else ()),  # no observation that nobody answered
             sampler_logprobs=tuple(self._logprobs),
-            steps=tuple(self._steps),
+            steps=tuple(step.record() for step in self._steps),
             reward=reward if math.isfinite(reward) else 0.0,
             end_reason=end_reason,
             error=error,
@@ -207,13 +226,35 @@ class _Rollout:
         prompt = self._request.task.data.get("prompt")
         if not isinstance(prompt, str):
             found = "has no 'prompt'" if prompt is None else f"has a 'prompt' that is a {type(prompt).__name__}, not a text"
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"task '{self._request.task.id}' {found}: one-step tasks need it in their data")
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"task '{self._request.task.id}' {found}: one-step tasks need it in their data")
         action = await self._act(self._render(Observation(text=prompt)), key_weight=0.0, last=True)
         if self._out_of_time():
             return EndReason.MAX_SECONDS
         return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
 
     # Tasks with an environment
+
+    async def _walk_in_time(self, environment: Environment) -> EndReason:
+        """One timer a rollout: at the deadline it cuts a wait for the environment, and leaves an action that is being drawn alone."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as timeout:
+                timer = loop.call_at(self._deadline_seconds, self._cut_environment, timeout)
+                try:
+                    return await self._walk(environment)
+                finally:
+                    timer.cancel()
+        except TimeoutError as error:
+            if self._progress.is_cut:
+                raise
+            if not self._steps:
+                text = f"reset gave no observation within the rollout's {self._settings.max_seconds:g} s (rollout.max_seconds)"
+                raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text) from error
+            return EndReason.MAX_SECONDS
+
+    def _cut_environment(self, timeout: asyncio.Timeout) -> None:
+        if self._progress.phase in ENVIRONMENT_PHASES:
+            timeout.reschedule(clock.now())
 
     async def _walk(self, environment: Environment) -> EndReason:
         observation = await self._reset(environment)
@@ -223,14 +264,11 @@ class _Rollout:
             action = await self._act(shown, key_weight=observation.key, last=last)
             if self._out_of_time():
                 return EndReason.MAX_SECONDS
-            answer = await self._step(environment, action)
-            if answer is None:
-                return EndReason.MAX_SECONDS
-            following, done = answer
+            following, done = await self._step(environment, action)
             if done:
                 return EndReason.DONE
             if following is None:
-                raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step {step} returned no observation although it is not done")
+                raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step {step} returned no observation although it is not done")
             if not last:
                 observation, shown = following, self._render(following)
                 if len(self._tokens) + len(shown) >= self._token_limit:
@@ -240,35 +278,28 @@ class _Rollout:
     async def _reset(self, environment: Environment) -> Observation:
         self._progress.enter(Phase.RESET)
         try:
-            async with asyncio.timeout_at(self._deadline_seconds):
-                observation = await environment.reset(self._request.task)
-        except TimeoutError as error:
-            text = f"reset gave no observation within the rollout's {self._settings.max_seconds:g} s (rollout.max_seconds)"
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, text) from error
+            observation = await environment.reset(self._request.task)
         except Exception as error:
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, _text_of(error)) from error
-        return _checked_observation(observation, "reset")
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
+        return checked_observation(observation, "reset")
 
-    async def _step(self, environment: Environment, action: Action) -> tuple[Observation | None, bool] | None:
-        """(next observation, done), or None when the rollout's time is up; writes the action's reward."""
+    async def _step(self, environment: Environment, action: Action) -> tuple[Observation | None, bool]:
+        """(next observation, done); writes the action's reward."""
         self._progress.enter(Phase.ENVIRONMENT)
         started = clock.now()
         try:
-            async with asyncio.timeout_at(self._deadline_seconds):
-                outcome: Any = await environment.step(action)
-        except TimeoutError:
-            return None
+            outcome: Any = await environment.step(action)
         except Exception as error:
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, _text_of(error)) from error
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
         finally:
-            self._steps[-1] = dataclasses.replace(self._steps[-1], wait_seconds=clock.now() - started)
+            self._steps[-1].wait_seconds = clock.now() - started
         if not isinstance(outcome, tuple | list) or len(outcome) != 3:
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step returned {_shown(outcome)}, not (observation, reward, done)")
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step returned {shown_value(outcome)}, not (observation, reward, done)")
         observation, reward, done = outcome
         if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):  # numpy has a bool of its own
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"step returned done = {_shown(done)}, not True or False")
-        self._steps[-1] = dataclasses.replace(self._steps[-1], reward=_checked_reward(reward, "step"))
-        return (None if observation is None else _checked_observation(observation, "step")), bool(done)
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step returned done = {shown_value(done)}, not True or False")
+        self._steps[-1].reward = checked_reward(reward, "step")
+        return (None if observation is None else checked_observation(observation, "step")), bool(done)
 
     # Both
 
@@ -276,7 +307,7 @@ class _Rollout:
         try:
             return render_observation(self._tokenizer, observation, first=not self._tokens)
         except Exception as error:
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {_shown(observation.text)}: {describe_exception(error)}") from error
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown_value(observation.text)}: {describe_exception(error)}") from error
 
     async def _act(self, shown: list[int], *, key_weight: float, last: bool) -> Action:
         """Appends the observation's tokens and the action sampled for them."""
@@ -285,9 +316,9 @@ class _Rollout:
         room_tokens = self._token_limit - len(self._tokens) - len(shown)
         if room_tokens <= 0:  # of the first prompt: later observations were measured before
             text = f"the prompt has {len(shown)} tokens, with one token of an action more than {self._token_limit} (rollout.max_tokens, or the model's context)"
-            raise _Ended(EndReason.PROMPT_TOO_LONG, text)
+            raise RolloutEnded(EndReason.PROMPT_TOO_LONG, text)
         if not self._tokens and not shown:
-            raise _Ended(EndReason.ENVIRONMENT_ERROR, "the first prompt is empty: there is nothing to continue")
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, "the first prompt is empty: there is nothing to continue")
         self._tokens.extend(shown)
         sampling = self._request.sampling
         if sampling.max_action_tokens > room_tokens:
@@ -315,12 +346,12 @@ class _Rollout:
             completion = await self._sampler.sample(sample_request)
         except Exception as error:
             too_long = isinstance(error, HeadraceError) and error.kind == "PromptTooLongError"
-            raise _Ended(EndReason.PROMPT_TOO_LONG if too_long else EndReason.SAMPLER_ERROR, describe_exception(error)) from error
+            raise RolloutEnded(EndReason.PROMPT_TOO_LONG if too_long else EndReason.SAMPLER_ERROR, describe_exception(error)) from error
         self.discarded_tokens += completion.discarded_tokens
-        broken = _broken_completion(completion)
+        broken = broken_completion(completion)
         if broken:
             self.discarded_tokens += len(completion.tokens)
-            raise _Ended(EndReason.SAMPLER_ERROR, broken)
+            raise RolloutEnded(EndReason.SAMPLER_ERROR, broken)
         return completion
 
     def _record(self, completion: Completion, key_weight: float) -> None:
@@ -329,12 +360,11 @@ class _Rollout:
         self._logprobs.extend(completion.logprobs)
         spans = tuple(VersionSpan(version=span.version, start=start + span.start, end=start + span.end) for span in completion.version_spans)
         self._steps.append(
-            StepRecord(
+            _Step(
                 action_start=start,
                 action_end=len(self._tokens),
                 version_spans=spans,
                 key_weight=key_weight,
-                reward=0.0,
                 stop_reason=completion.stop_reason,
             )
         )
@@ -345,65 +375,11 @@ class _Rollout:
         try:
             reward = await self._user_code.reward(self._request.task, self._last_text)
         except Exception as error:
-            raise _Ended(EndReason.REWARD_ERROR, _text_of(error)) from error
-        return _checked_reward(reward, "the reward function")
+            raise RolloutEnded(EndReason.REWARD_ERROR, text_of(error)) from error
+        return checked_reward(reward, "the reward function")
 
     def _reward(self) -> float:
         return sum(step.reward for step in self._steps) + self._graded
 
     def _out_of_time(self) -> bool:
         return clock.now() >= self._deadline_seconds
-
-
-def _checked_observation(observation: object, source: str) -> Observation:
-    """With `key` as a float. Raises _Ended."""
-    if not isinstance(observation, Observation):
-        raise _Ended(EndReason.ENVIRONMENT_ERROR, f"{source} returned {_shown(observation)} where an Observation belongs")
-    if not isinstance(observation.text, str):
-        raise _Ended(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose text is {_shown(observation.text)}")
-    key = _as_float(observation.key)
-    if key is None or not math.isfinite(key) or key < 0:
-        raise _Ended(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose key is {_shown(observation.key)}: use True, False or a weight >= 0")
-    return dataclasses.replace(observation, key=key)
-
-
-def _checked_reward(reward: object, source: str) -> float:
-    value = _as_float(reward)
-    if value is None:
-        raise _Ended(EndReason.REWARD_ERROR, f"{source} returned {_shown(reward)} as reward, not a number")
-    if not math.isfinite(value):
-        raise _Ended(EndReason.REWARD_ERROR, f"{source} returned the reward {value}")
-    return value
-
-
-def _as_float(value: object) -> float | None:
-    """Numbers, also numpy's and one-element tensors; None for anything else."""
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
-        return None
-    try:
-        return float(value)
-    except Exception:
-        return None
-
-
-def _broken_completion(completion: Completion) -> str | None:
-    """What is wrong with what the sampler delivered; spans and lengths were checked when it was made."""
-    if not completion.tokens:
-        return "the sampler delivered no token"
-    for index, logprob in enumerate(completion.logprobs):
-        if not _LOWEST_LOGPROB < logprob <= 0.0:
-            return f"the sampler delivered the log-probability {logprob} for token {index} of an action"
-    return None
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, UserCallError) else describe_exception(error)
-
-
-def _shown(value: object) -> str:
-    """`'abc' (str)`, short enough for a message."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = "a value that cannot be shown"
-    return f"{text if len(text) <= 80 else text[:76] + ' ...'} ({type(value).__name__})"

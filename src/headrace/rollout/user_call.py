@@ -78,14 +78,18 @@ def describe_exception(error: BaseException) -> str:
 
 async def call_on_loop(function: Callable[..., Awaitable[T]], *arguments: Any, name: str, limit_seconds: float, watch: BlockingWatch) -> T:
     """Awaits the user's async function. Raises UserCallError for whatever it raises and after `limit_seconds`."""
+    timeout: asyncio.Timeout | None = None
     try:
-        async with asyncio.timeout(limit_seconds) as timeout:
-            answer: T = await _Watched(_as_coroutine(function, arguments), name, watch)
-            return answer
+        call = _Watched(_as_coroutine(function, arguments), name, watch)
+        if not call.begin():  # most environments answer at once: no timer for those
+            async with asyncio.timeout(limit_seconds) as timeout:
+                await call
+        answer: T = call.answer
+        return answer
     except UserCallError:
         raise
     except TimeoutError as error:
-        if not timeout.expired():
+        if timeout is None or not timeout.expired():
             raise UserCallError(f"{name} raised {describe_exception(error)}") from error
         raise UserCallError(f"{name} gave no answer in {limit_seconds:g} s (rollout.max_environment_seconds)") from error
     except Exception as error:
@@ -115,27 +119,42 @@ class LoopEnvironment:
 class _Watched:
     """Awaits a coroutine and measures each stretch in which it runs without giving the loop back."""
 
+    __slots__ = ("_coroutine", "_name", "_waited_for", "_watch", "answer")
+
     def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str, watch: BlockingWatch) -> None:
         self._coroutine = coroutine
         self._name = name
         self._watch = watch
+        self._waited_for: Any = None
+        self.answer: Any = None
+        """What the coroutine returned, once it has."""
 
-    def __await__(self) -> Generator[Any, Any, Any]:
-        value: Any = None
-        error: BaseException | None = None
-        while True:
-            started = perf_counter()
+    def begin(self) -> bool:
+        """Runs the coroutine up to its first wait, in this task. True: there was none, it has answered."""
+        return self._resume(None, None)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Goes on from that first wait."""
+        finished = False
+        while not finished:
+            value: Any = None
+            error: BaseException | None = None
             try:
-                waited_for = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                self._watch.note(self._name, perf_counter() - started)
-            value, error = None, None
-            try:
-                value = yield waited_for
+                value = yield self._waited_for
             except BaseException as raised:
                 error = raised
+            finished = self._resume(value, error)
+
+    def _resume(self, value: Any, error: BaseException | None) -> bool:
+        started = perf_counter()
+        try:
+            self._waited_for = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+        except StopIteration as stop:
+            self.answer = stop.value
+            return True
+        finally:
+            self._watch.note(self._name, perf_counter() - started)
+        return False
 
 
 async def _as_coroutine(function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> Any:

@@ -1,0 +1,78 @@
+"""Checks of what environments, rewards and samplers hand back: what is wrong becomes an end reason with a text for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from headrace.rollout.user_call import UserCallError, describe_exception, shorten
+from headrace.types import Completion, EndReason, Observation
+
+_LOWEST_LOGPROB = -3.0e38  # trajectories store float32
+
+
+class RolloutEnded(Exception):
+    """The rollout is over before its last step."""
+
+    def __init__(self, reason: EndReason, error: str | None = None) -> None:
+        super().__init__(reason, error)
+        self.reason = reason
+        self.error = None if error is None else shorten(error)
+
+
+def checked_observation(observation: object, source: str) -> Observation:
+    """With `key` as a float. Raises RolloutEnded."""
+    if not isinstance(observation, Observation):
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned {shown_value(observation)} where an Observation belongs")
+    if not isinstance(observation.text, str):
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose text is {shown_value(observation.text)}")
+    key = _as_float(observation.key)
+    if key is None or not math.isfinite(key) or key < 0:
+        raise RolloutEnded(
+            EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose key is {shown_value(observation.key)}: use True, False or a weight >= 0"
+        )
+    return observation if type(observation.key) is float else dataclasses.replace(observation, key=key)
+
+
+def checked_reward(reward: object, source: str) -> float:
+    value = _as_float(reward)
+    if value is None:
+        raise RolloutEnded(EndReason.REWARD_ERROR, f"{source} returned {shown_value(reward)} as reward, not a number")
+    if not math.isfinite(value):
+        raise RolloutEnded(EndReason.REWARD_ERROR, f"{source} returned the reward {value}")
+    return value
+
+
+def _as_float(value: object) -> float | None:
+    """Numbers, also numpy's and one-element tensors; None for anything else."""
+    if type(value) is float:
+        return value
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except Exception:
+        return None
+
+
+def broken_completion(completion: Completion) -> str | None:
+    """What is wrong with what the sampler delivered; spans and lengths were checked when it was made."""
+    if not completion.tokens:
+        return "the sampler delivered no token"
+    for index, logprob in enumerate(completion.logprobs):
+        if not _LOWEST_LOGPROB < logprob <= 0.0:
+            return f"the sampler delivered the log-probability {logprob} for token {index} of an action"
+    return None
+
+
+def text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, UserCallError) else describe_exception(error)
+
+
+def shown_value(value: object) -> str:
+    """`'abc' (str)`, short enough for a message."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = "a value that cannot be shown"
+    return f"{text if len(text) <= 80 else text[:76] + ' ...'} ({type(value).__name__})"
