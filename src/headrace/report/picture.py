@@ -11,7 +11,7 @@ from headrace.report.summary import summarize
 
 Line = Mapping[str, Any]
 
-_CHART_ROWS = 10
+_CHART_ROWS = 11  # odd: the middle label is the middle
 _BAR_COLUMNS = 24
 
 
