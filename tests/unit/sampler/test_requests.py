@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,7 @@ from headrace.clock import run_virtual
 from headrace.errors import HeadraceError
 from headrace.sampler.rows import PromptTooLongError
 from headrace.sampler.transformers_sampler import TransformersSampler
-from headrace.types import Completion, PolicyVersion, SampleRequest, StopReason
+from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, StopReason
 
 
 def sample(sampler: TransformersSampler, *requests: SampleRequest) -> list[Completion | BaseException]:
@@ -151,3 +152,25 @@ def test_generated_tokens_count_what_was_drawn() -> None:
     sampler = make_sampler()
     sample(sampler, request([1], group=1, max_action_tokens=5), request([2], group=2, max_action_tokens=7))
     assert sampler.generated_tokens == 12
+
+
+def test_tokens_of_evaluations_are_kept_apart_from_generated_ones() -> None:
+    sampler = make_sampler()
+    sample(sampler, request([1], group=1, max_action_tokens=5), dataclasses.replace(request([2], group=2, max_action_tokens=7), evaluation=True))
+    assert sampler.generated_tokens == 5
+    assert sampler.take_activity().sampled_tokens == 12
+
+
+def test_release_states_the_tokens_that_a_cancelled_action_had_drawn() -> None:
+    sampler = make_sampler()
+
+    async def main() -> tuple[int, int]:
+        task = asyncio.ensure_future(sampler.sample(request([1], group=1, max_action_tokens=90)))
+        await turns(9)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return sampler.release(RolloutKey(1, 0, 0)), sampler.release(RolloutKey(1, 0, 0))
+
+    lost, again = run_virtual(beside(sampler, main()))
+    assert lost == sampler.generated_tokens > 0
+    assert again == 0
