@@ -12,7 +12,7 @@ from headrace.clock import run_virtual
 from headrace.errors import HeadraceError
 from headrace.pool.admission import feasible, max_outstanding_groups, take_bound
 from headrace.pool.pool import ExperiencePool, GroupReservation, PoolClosedError
-from headrace.types import RolloutKey
+from headrace.types import EndReason, RolloutKey
 
 
 def fill(pool: ExperiencePool, *, learner: int = 0, sampler: int = 0) -> list[GroupReservation]:
@@ -73,18 +73,34 @@ def test_admission_is_freed_by_retirement_and_not_by_take() -> None:
     run_virtual(main())
 
 
-def test_a_waiting_reserve_is_woken_by_retirement() -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_waiting_reserve_is_woken_by_retirement_even_if_no_version_rises(trains: bool) -> None:
     async def main() -> None:
         settings = pool_settings(pool={"max_staleness": 0})
         pool = ExperiencePool(settings)
         for reservation in fill(pool):
-            finish(pool, reservation)
+            for key in reservation.keys:
+                pool.add(finished(key, reward=float(key.member) if trains else 0.0))
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(pool.reserve(TASK, learner_version=version(0), sampler_version=version(0)))
             selection = await pool.take(learner_version=version(0))
             await asyncio.sleep(1)
             assert not waiting.done()
-            pool.retire(selection, learned(selection, trained_from=0, settings=settings))
+            pool.retire(selection, learned(selection, trained_from=0, settings=settings) if trains else None)
+        assert waiting.result().group_id == 2
+
+    run_virtual(main())
+
+
+def test_a_waiting_reserve_is_woken_when_a_group_fails_wholly() -> None:
+    async def main() -> None:
+        pool = ExperiencePool(pool_settings(pool={"max_staleness": 0}, rollout={"max_attempts": 1}))
+        keys = fill(pool)[0].keys
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(pool.reserve(TASK, learner_version=version(0), sampler_version=version(0)))
+            await asyncio.sleep(1)
+            for key in keys:
+                pool.add(finished(key, end=EndReason.ENVIRONMENT_ERROR))
         assert waiting.result().group_id == 2
 
     run_virtual(main())
@@ -117,7 +133,9 @@ def test_reserve_raises_once_the_pool_takes_no_more(end: str) -> None:
             await asyncio.sleep(1)
             getattr(pool, end)("the run is over")
         assert "the run is over" in waiting.result()
-        assert fill(pool) == []
+        fresh = ExperiencePool(pool_settings(pool={"max_staleness": 0}))
+        getattr(fresh, end)("the run is over")
+        assert fill(fresh) == [] and not fresh.has_room()
 
     async def _raises(pool: ExperiencePool) -> str:
         with pytest.raises(PoolClosedError) as caught:

@@ -205,6 +205,23 @@ def test_drop_group_keeps_a_group_that_is_exactly_at_the_bound() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("old_member", [0, 1])
+def test_drop_group_goes_by_the_oldest_token_of_any_member(old_member: int) -> None:
+    async def main() -> None:
+        b = bench(on_expiry="drop_group", max_staleness=1, no_signal="train")
+        b.fill()
+        for number in range(2):
+            b.finish(2 * number + 1, 2 * number + 2, versions={number: 3})
+            b.learn(await b.take(number), number)
+            b.fill(learner=number + 1)
+        for key in b.groups[0].keys:
+            b.pool.add(finished(key, versions={0: 1, 2: 2} if key.member == old_member else {2: 3}))
+        assert await b.try_take(2) is None
+        assert {b.retired[key] for key in b.groups[0].keys} == {RetireReason.EXPIRED}
+
+    run_virtual(main())
+
+
 def test_drop_group_keeps_a_group_whose_old_tokens_are_all_marked() -> None:
     async def main() -> None:
         b = bench(on_expiry="drop_group", max_staleness=1)
@@ -286,6 +303,21 @@ def test_wait_serves_others_first_while_there_is_time() -> None:
         b.fill()
         b.finish(5, 6)
         assert groups_of(await b.take(0)) == [5, 6]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("selection", ["oldest_first", "ready_first"])
+def test_wait_is_not_blocked_for_ever_by_groups_that_are_all_due_now(selection: str) -> None:
+    """The caller's sampler_version was wrong, so more is due than one batch holds: served all the same, waiting cannot help."""
+
+    async def main() -> None:
+        b = bench(on_expiry="wait", selection=selection, max_staleness=1)
+        b.fill(learner=5)
+        b.finish(0, 1, 2, 3, versions={4: 3})
+        b.learn(await b.take(5), 5)
+        b.learn(await b.take(6), 6)
+        assert set(b.retired.values()) == {RetireReason.TRAINED, RetireReason.SKIPPED}
 
     run_virtual(main())
 
