@@ -2,9 +2,9 @@
 
     python benchmarks/door.py --seeds 3 --arms async sync-colocated --updates 100
 
-Scores are the exact evaluation of the recipe (samples_per_task = 0). Arms run one after another, their order alternating by seed, so that machine noise hits all alike. Every evaluation is done
-inside the run on the pinned version and its time is part of the wall time of both arms; the timed window leaves out start-up
-and the evaluations before and after. Resumable: a finished run in --out is not run again.
+Scores are the exact evaluation of the recipe (samples_per_task = 0), made inside the run on a pinned version. Arms run one
+after another, their order alternating by seed, so that machine noise hits all alike. The timed window leaves out start-up and
+the evaluations before and after. Resumable: a finished run in --out is not run again.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ before the acknowledgement breaks I6 at max_staleness 0.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ class Conductor:
         self.events = events
         self.checkpoint_directory = checkpoint_directory
         self.last_checkpoint: Path | None = None
+        self._checkpoints: list[Path] = []
         self._states = {worker.name: WorkerState(worker, self.learner.version) for worker in roles.workers}
         self._changed = asyncio.Condition()
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
@@ -247,7 +249,14 @@ class Conductor:
         path = self.checkpoint_directory / f"update_{version.number:06d}"
         await self.waits.limited(self.learner.save(path), f"conductor waits for the learner to save {path.name}", self.settings.limits.save_seconds)
         self.last_checkpoint = path
+        await self._keep_newest(path)
         self.events.emit(ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=now() - started))
+
+    async def _keep_newest(self, path: Path) -> None:
+        """Removes checkpoints beyond checkpoint.keep, oldest first."""
+        self._checkpoints = [*(other for other in self._checkpoints if other != path), path]
+        while len(self._checkpoints) > self.settings.checkpoint.keep:
+            await asyncio.to_thread(shutil.rmtree, self._checkpoints.pop(0), ignore_errors=True)
 
     # --- notes -------------------------------------------------------------------------------------------------------------
 

@@ -23,12 +23,12 @@ RUNTIMES = ("local", "ray_runtime", "simulated")
 
 # where a heavy package may be imported: path prefixes below src/headrace
 HEAVY = {
-    "torch": ("sampler/", "learner/", "weights/", "runtime/preload.py"),
-    "transformers": ("sampler/", "learner/", "weights/", "rollout/", "runtime/preload.py", "runtime/hosts.py", "cli/"),
+    "torch": ("sampler/", "learner/", "weights/"),
+    "transformers": ("sampler/", "learner/", "weights/", "rollout/", "runtime/hosts.py", "cli/"),
     "ray": ("runtime/ray_runtime.py",),
     "vllm": ("sampler/vllm_sampler.py",),
 }
-# transformers' tokenizers may be loaded where text becomes tokens, but only inside a function; preload exists to import both
+# transformers' tokenizers may be loaded where text becomes tokens, but only inside a function
 LAZY_ONLY = {"transformers": ("rollout/", "runtime/hosts.py", "cli/")}
 
 REPORT_READS = frozenset({"events", "types", "errors", "config"})

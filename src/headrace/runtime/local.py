@@ -28,7 +28,7 @@ from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.processes import RoleProcess
-from headrace.tasks.source import evaluation_tasks, make_task_source
+from headrace.tasks.source import ListTaskSource, split_tasks
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Selection, Task, UpdateResult, WeightUpdate, WorkerReport
 from headrace.weights.channel import SharedMemoryChannel
 
@@ -153,7 +153,8 @@ async def run_local(
     started = time.perf_counter()
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
-    source, tasks = make_task_source(settings, code), evaluation_tasks(settings, code)
+    training, tasks = split_tasks(settings, code)
+    source = ListTaskSource(training, seed=settings.run.seed, shuffle=settings.task.shuffle)
     make_run_directory(run_directory, settings)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(contextlib.closing(ev.EventLog(run_directory / "events.jsonl", asyncio.get_running_loop().time)))
@@ -191,7 +192,7 @@ async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progre
     """Evaluates a checkpoint (a Hugging Face directory) on the recipe's evaluation tasks."""
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
-    tasks = evaluation_tasks(settings, code)
+    _, tasks = split_tasks(settings, code)
     progress("starting the evaluator", 0.0)
     evaluator = RoleProcess("evaluator", hosts.host_evaluator, (checkpoint, settings, code, None), core=None)
     try:

@@ -24,6 +24,20 @@ from headrace.runtime.wire import AsyncWire, BlockingWire
 
 _THREAD_SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+_PRELOADED = [
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.generation",
+    "headrace.learner.core",
+    "headrace.learner.warm_start",
+    "headrace.sampler.transformers_sampler",
+    "headrace.weights.shared_memory",
+    "headrace.rollout.worker",
+    "headrace.rollout.evaluation",
+    "headrace.runtime.hosts",
+]
+"""What the forkserver loads once, so that every role process starts with torch and transformers in place."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
@@ -42,9 +56,9 @@ class Failed:
 def context() -> multiprocessing.context.ForkServerContext:
     """The forkserver context, with torch and transformers loaded on first use and threads held to one a process."""
     result = multiprocessing.get_context("forkserver")
-    result.set_forkserver_preload(["headrace.runtime.preload"])
+    result.set_forkserver_preload(_PRELOADED)
     for key, value in _THREAD_SETTINGS.items():
-        os.environ.setdefault(key, value)
+        os.environ[key] = value
     return result
 
 
@@ -139,9 +153,6 @@ def _child(name: str, end: socket.socket, core: int | None, main: Callable[..., 
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
-    import torch
-
-    torch.set_num_threads(1)
     try:
         main(end, *arguments)
     except (EOFError, BrokenPipeError, ConnectionResetError):

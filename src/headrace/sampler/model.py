@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
+from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import ModelError
 from headrace.sampler.attention import ATTENTION_NAME, BatchPlan, current_plan, make_plan, slot_attention
@@ -76,6 +77,7 @@ class ServedModel:
             current_plan.reset(token)
 
     def _load(self) -> Any:
+        disable_progress_bar()  # its bars would draw over ours, and take semaphores that outlive a killed process
         try:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
         except (OSError, ValueError, KeyError, ImportError) as error:
