@@ -84,10 +84,10 @@ class Chooser:
         return urgent if all(group.ready for group in urgent) else None
 
     def leaves_time(self, groups: Sequence[Group], taken: Sequence[Group], *, version: int) -> bool:
-        """Whether all groups but `taken` can still be taken in time after this batch; what is late already holds up nobody."""
+        """Whether all groups but `taken` can still be taken in time after this batch."""
         identifiers = {group.group_id for group in taken}
         deadlines = (self.deadline(group) for group in groups if group.group_id not in identifiers)
-        return self._feasible([limit for limit in deadlines if limit >= version], version + self.updates_per_batch)
+        return self._feasible(deadlines, version + self.updates_per_batch)
 
     def admits(self, groups: Sequence[Group], *, sampler_version: int, next_version: int) -> bool:
         """Whether one more group, sampled from `sampler_version` on, leaves every group a place in time."""
