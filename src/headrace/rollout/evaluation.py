@@ -13,6 +13,7 @@ from headrace.config import Settings
 from headrace.errors import HeadraceError, InvariantError, RecipeError, WaitTimeoutError
 from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
+from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import UserCode, roll_out
 from headrace.rollout.user_call import describe_exception
 from headrace.rollout.user_code import RecipeUserCode
@@ -54,7 +55,7 @@ class EvaluatorCore:
         if self._evaluate is not None and not inspect.iscoroutinefunction(self._evaluate):
             raise RecipeError(f"task.evaluate '{settings.task.evaluate}' is not an async function.", remedy="Write `async def evaluate(policy, tasks)`.")
         self._settings = settings
-        self._tokenizer = tokenizer
+        self._tokenizer = ShortTextCache(tokenizer)
         self._one_evaluation = asyncio.Lock()
         self._num_running = 0
 

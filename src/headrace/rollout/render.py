@@ -6,8 +6,43 @@ tokens, and the learner would then train on something that the sampler never saw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 from headrace.roles import Tokenizer
 from headrace.types import Action, Completion, Observation, SamplingParameters
+
+_SHORT = 64
+_NUM_CACHED = 8192
+
+
+class ShortTextCache:
+    """A tokenizer that remembers short texts: environments say the same few things again and again, and a Hugging Face call takes
+    about 50 us whatever its length."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_id
+
+        @lru_cache(_NUM_CACHED)
+        def encode(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+        @lru_cache(_NUM_CACHED)
+        def decode(token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+            return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+        self._encode, self._decode = encode, decode
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(self._encode(text, add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        if len(token_ids) > _SHORT:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._decode(tuple(token_ids), skip_special_tokens)
 
 
 def render_observation(tokenizer: Tokenizer, observation: Observation, *, first: bool) -> list[int]:

@@ -22,6 +22,7 @@ from headrace.config import Settings
 from headrace.errors import InvariantError, WorkerLostError
 from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
+from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import ENVIRONMENT_PHASES, Phase, RolloutProgress, UserCode, roll_out
 from headrace.rollout.user_code import RecipeUserCode
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, WeightUpdate, WorkerReport
@@ -48,7 +49,7 @@ class RolloutWorkerCore:
         self.name = name
         self._sampler = sampler
         self._user_code: UserCode = RecipeUserCode(code, settings) if isinstance(code, RecipeCode) else code
-        self._tokenizer = tokenizer
+        self._tokenizer = ShortTextCache(tokenizer)
         self._settings = settings
         self._rollouts: dict[RolloutKey, _InFlight] = {}
         self._finished: list[FinishedRollout] = []

@@ -50,7 +50,8 @@ class Row:
         self.spans.clear()
 
     def completion(self, reason: StopReason) -> Completion:
-        ends = [start for _, start in self.spans[1:]] + [len(self.logprobs)]
+        ends = [start for _, start in self.spans[1:]]
+        ends.append(len(self.logprobs))
         return Completion(
             tokens=tuple(self.tokens[self.num_context :]),
             logprobs=tuple(self.logprobs),
