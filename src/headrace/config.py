@@ -111,6 +111,14 @@ class ModelSettings(Section):
     device: str = Field("cpu", description="torch device of samplers and learner: cpu, cuda, cuda:0.")
     sampler_device: str | None = Field(None, description="Overrides `device` for samplers.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Of the weights, on both sides. bfloat16 is slow on most CPUs.")
+    prepare: str | None = Field(
+        None, description="`task:function(cache)` that makes or finds the model and returns its directory; `cache` is a folder that stays. Instead of `path`."
+    )
+    lora_rank: int = Field(0, description="Rank of LoRA adapters: only they are trained and sent to samplers. 0: every weight is trained.", ge=0, le=1024)
+    lora_alpha: float = Field(16.0, description="Adapters are scaled by lora_alpha / lora_rank.", gt=0)
+    lora_targets: list[str] = Field(
+        default_factory=list, description="Linear layers that get adapters, by the end of their name (q_proj, v_proj); none: all but the output layer."
+    )
 
 
 class WarmStartSettings(Section):
@@ -296,8 +304,11 @@ class Settings(Section):
             broken.append(("learner.num_minibatches", f"a batch has only {self.pool.groups_per_batch} groups", "Use fewer minibatches or more groups."))
         if (self.learner.loss is Loss.DECOUPLED_PPO) != (self.learner.correction is Correction.DECOUPLED):
             broken.append(("learner.correction", "loss decoupled_ppo and correction decoupled belong together", "Set both or neither."))
-        if self.model.path is None and (self.model.architecture is None or self.model.characters is None):
-            broken.append(("model.path", "no model", "Give model.path, or model.architecture and model.characters for a model from scratch."))
+        if self.model.path is not None and self.model.prepare is not None:
+            broken.append(("model.prepare", "model.path is set too", "Set one of them; 'none' on the command line unsets the other."))
+        from_elsewhere = self.model.path is not None or self.model.prepare is not None
+        if not from_elsewhere and (self.model.architecture is None or self.model.characters is None):
+            broken.append(("model.path", "no model", "Give model.path or model.prepare, or model.architecture and model.characters for a model from scratch."))
         if self.model.architecture is not None and "model_type" not in self.model.architecture:
             broken.append(("model.architecture", "model_type is missing", "Name one, for example 'qwen2'."))
         if self.task.source is None:

@@ -87,7 +87,7 @@ class Task:
     id: str
     """Unique within a task source."""
     data: Mapping[str, Any]
-    """What the recipe's environment or reward reads; JSON values only. One-step tasks need the key `prompt`."""
+    """What the recipe's environment or reward reads; JSON values only. One-step tasks need the key `prompt` (a text) or `messages` (a chat)."""
     kind: str = "default"
     """Label under which statistics are kept apart (long and short, easy and hard)."""
 
@@ -96,10 +96,12 @@ class Task:
 class Observation:
     """What the environment shows; it becomes tokens at one place only, rollout/render."""
 
-    text: str
+    text: str = ""
     """Appended to the context before the next action is sampled."""
     key: float = 0.0
     """Mark of the *action that answers it*: 0 is unmarked, > 0 is a key step of that weight. True counts as 1."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Instead of `text`: {role, content} each, new ones only, rendered by the tokenizer's chat template. A rollout speaks in one of the two ways."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,6 +476,47 @@ class UpdateResult:
     """Wall time inside the learner."""
     busy_seconds: float
     """Seconds in forward, backward and optimizer, mean over ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedWeight:
+    """One matrix of the model that a LoRA adapter changes: W = W0 + scale * B A (arXiv 2106.09685, section 4.1)."""
+
+    name: str
+    """Of the parameter, in the model without adapters."""
+    rows: int
+    """Outputs of the layer: B is [rows, rank]."""
+    columns: int
+    """Inputs of the layer: A is [rank, columns]."""
+    transposed: bool
+    """The parameter is stored as [columns, rows] (GPT-2)."""
+
+    @property
+    def a_name(self) -> str:
+        """Under which A is published."""
+        return f"{self.name}.lora_A"
+
+    @property
+    def b_name(self) -> str:
+        return f"{self.name}.lora_B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLayout:
+    """What the learner publishes and the samplers merge when only LoRA adapters are trained."""
+
+    rank: int
+    scale: float
+    """lora_alpha / rank"""
+    weights: tuple[AdaptedWeight, ...]
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Published name -> shape, in the order in which the tensors are published."""
+        result = {}
+        for weight in self.weights:
+            result[weight.a_name] = (self.rank, weight.columns)
+            result[weight.b_name] = (weight.rows, self.rank)
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
