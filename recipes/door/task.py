@@ -117,8 +117,8 @@ def demonstrations(seed: int = 0) -> Iterator[tuple[str, ...]]:
         yield tuple(texts)
 
 
-async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, float]:
-    """Exact means over the tasks, temperature 1.
+async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, list[float]]:
+    """Exact values of each task (or step), temperature 1; headrace takes their means and intervals.
 
     success_probability: of a whole walk, also for its kinds; door_accuracy, corridor_accuracy: probability of the right
     answer; sure_success: share of walks whose right answers all have probability above 1/2, a lower bound of greedy success.
@@ -129,11 +129,11 @@ async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, floa
     success: dict[str, list[float]] = {"short": [], "long": []}
     doors: list[float] = []
     corridors: list[float] = []
-    sure = 0
+    sure: list[float] = []
     for walk, task, logprobs in zip(walks, tasks, await policy.score(sequences), strict=True):
         answers = logprobs[::2]  # tokens alternate: sign, answer; the first log-probability is that of the first answer
         success[task.kind].append(math.exp(math.fsum(answers)))
-        sure += all(logprob > math.log(0.5) for logprob in answers)
+        sure.append(float(all(logprob > math.log(0.5) for logprob in answers)))
         for sign, logprob in zip(walk, answers, strict=True):
             (corridors if sign == CORRIDOR else doors).append(math.exp(logprob))
     values = {
@@ -142,9 +142,9 @@ async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, floa
         "success_probability_long": success["long"],
         "door_accuracy": doors,
         "corridor_accuracy": corridors,
+        "sure_success": sure,
     }
-    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items() if numbers}
-    return means | {"sure_success": sure / len(tasks)}
+    return {name: numbers for name, numbers in values.items() if numbers}
 
 
 def _right_walk(policy: ScorePolicy, walk: str) -> list[int]:

@@ -231,6 +231,7 @@ class Conductor:
         result = await self.waits.limited(
             self.evaluator.evaluate(version, requests, self.evaluation_tasks), f"evaluation of version {version}", self.settings.limits.evaluate_seconds
         )
+        self.pool.ledger.add_evaluation([finished.summary for finished in result.finished])
         self.events.emit(evaluated(self.settings, result, now() - started))
 
     async def _after_update(self, result: UpdateResult) -> None:

@@ -35,7 +35,7 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
             remedy="Name one of those, or return it from task.evaluate.",
         )
     if metric != "reward":
-        mean, half_width = metrics[metric], metrics.get(f"{metric}_interval95", 0.0)
+        mean, half_width = metrics[metric], result.half_widths.get(metric, 0.0)
     return ev.Evaluated(
         role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
         num_rollouts=len(rewards), metrics=metrics, seconds=seconds,

@@ -180,6 +180,11 @@ class EvaluationResult(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]: ...
 
+    @property
+    def half_widths(self) -> Mapping[str, float]:
+        """Of the 95 % intervals of those metrics that are means."""
+        ...
+
 
 class Learner(Protocol):
     """On one or several ranks; the gradient does not depend on their number (I8)."""

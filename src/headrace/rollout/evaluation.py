@@ -6,16 +6,17 @@ import asyncio
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.config import Settings
 from headrace.errors import HeadraceError, InvariantError, RecipeError, WaitTimeoutError
+from headrace.evaluation import mean_with_interval
 from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
 from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import UserCode, roll_out
-from headrace.rollout.user_call import describe_exception
+from headrace.rollout.user_call import describe_exception, shorten
 from headrace.rollout.user_code import RecipeUserCode
 from headrace.types import FinishedRollout, PolicyVersion, RolloutRequest, Task
 
@@ -29,7 +30,9 @@ class EvaluationRecord:
     finished: tuple[FinishedRollout, ...]
     """In the order of the requests."""
     metrics: Mapping[str, float]
-    """What the recipe's `evaluate` returned."""
+    """What the recipe's `evaluate` returned; means of what it returned as lists."""
+    half_widths: Mapping[str, float] = field(default_factory=dict)
+    """Of the 95 % intervals of those means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class EvaluatorCore:
                 self._sampler.hold_weights(False)
             finished = tuple(rollout.result() for rollout in rollouts)
             _check_pinned(pinned, finished)
-            return EvaluationRecord(version=pinned, finished=finished, metrics=scoring.result())
+            metrics, half_widths = scoring.result()
+            return EvaluationRecord(version=pinned, finished=finished, metrics=metrics, half_widths=half_widths)
 
     async def _wait_for(self, version: PolicyVersion) -> None:
         limit = self._settings.limits.apply_seconds
@@ -107,9 +111,9 @@ class EvaluatorCore:
             self._num_running -= 1
         return FinishedRollout(summary=trajectory.summary(), payload=trajectory.to_bytes())
 
-    async def _metrics(self, pinned: PolicyVersion, tasks: Sequence[Task]) -> dict[str, float]:
+    async def _metrics(self, pinned: PolicyVersion, tasks: Sequence[Task]) -> tuple[dict[str, float], dict[str, float]]:
         if self._evaluate is None:
-            return {}
+            return {}, {}
         name = self._settings.task.evaluate
         try:
             found = await self._evaluate(PinnedPolicy(pinned, self._tokenizer, self._sampler), list(tasks))
@@ -120,19 +124,30 @@ class EvaluatorCore:
         return _checked_metrics(found, str(name))
 
 
-def _checked_metrics(found: Any, name: str) -> dict[str, float]:
+def _checked_metrics(found: Any, name: str) -> tuple[dict[str, float], dict[str, float]]:
+    """(metrics, half widths of those given as lists)"""
     if not isinstance(found, Mapping):
-        raise RecipeError(f"task.evaluate '{name}' returned a {type(found).__name__}.", remedy="Return a dictionary {name: number}.")
+        raise RecipeError(f"task.evaluate '{name}' returned a {type(found).__name__}.", remedy="Return a dictionary {name: number or list of numbers}.")
     metrics: dict[str, float] = {}
+    half_widths: dict[str, float] = {}
     for key, value in found.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not isinstance(key, str) or not math.isfinite(number):
-            raise RecipeError(f"task.evaluate '{name}' returned {key!r}: {value!r}.", remedy="Return names with finite numbers.")
-        metrics[key] = number
-    return metrics
+        numbers = _numbers(value)
+        if not isinstance(key, str) or not numbers or not all(map(math.isfinite, numbers)):
+            raise RecipeError(
+                f"task.evaluate '{name}' returned {shorten(f'{key!r}: {value!r}')}.", remedy="Return names with finite numbers, or lists of them."
+            )
+        metrics[key], half_width = mean_with_interval(numbers)
+        if len(numbers) > 1:
+            half_widths[key] = half_width
+    return metrics, half_widths
+
+
+def _numbers(value: Any) -> list[float]:
+    """A number or a list of numbers; empty for anything else."""
+    try:
+        return [float(one) for one in value] if isinstance(value, list | tuple) else [float(value)]
+    except (TypeError, ValueError):
+        return []
 
 
 def _check_pinned(pinned: PolicyVersion, finished: Sequence[FinishedRollout]) -> None:
