@@ -44,6 +44,10 @@ async def evaluate(policy, tasks):
     return {"success": len(tasks) / 10, "tokens": len(scores[0]), "empty": len(scores[1]), "version": policy.version.number}
 async def raising(policy, tasks):
     raise ValueError("no metric")
+async def per_task(policy, tasks):
+    return {"success": [0.0, 1.0, 1.0, 0.0], "single": [0.5]}
+async def empty_list(policy, tasks):
+    return {"success": []}
 async def number(policy, tasks):
     return 0.5
 async def nan(policy, tasks):
@@ -135,12 +139,22 @@ def test_the_recipes_evaluate_function_runs_beside_the_rollouts_on_the_same_vers
     assert [finished.summary.reward for finished in record.finished] == [0.5] * 4
 
 
+def test_values_of_each_task_become_a_mean_with_its_interval(tmp_path: Path) -> None:
+    async def use(evaluator: EvaluatorCore) -> Any:
+        return await evaluator.evaluate(PolicyVersion(0, 0), requests(1), [])
+
+    record = evaluate_with(ScriptedSampler(), make_recipe(tmp_path), use, environment="task:One", evaluate="task:per_task")
+    assert record.metrics == {"success": 0.5, "single": 0.5}
+    assert record.half_widths == {"success": pytest.approx(1.96 * (1 / 3) ** 0.5 / 2)}  # sample variance 1/3, 4 values
+
+
 @pytest.mark.parametrize(
     ("function", "told"),
     [
         ("raising", "raised ValueError: no metric (task.py:"),
         ("number", "returned a float"),
         ("nan", "returned 'success': nan"),
+        ("empty_list", "returned 'success': []"),
         ("plain", "not an async function"),
     ],
 )
