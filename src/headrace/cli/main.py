@@ -54,6 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("recipe", metavar="RECIPE", help=_RECIPE_HELP)
     config.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
 
+    new = command("new", "make a task of your own that runs as it is")
+    new.add_argument("directory", metavar="DIRECTORY", help="the folder to make; its last part is the task's name")
+    new.add_argument("--kind", choices=("one_step", "multi_step"), default="one_step", help="a prompt and its answer, or an environment (default: one_step)")
+
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")
     return parser
