@@ -35,6 +35,7 @@ BROKEN: tuple[dict[str, dict[str, Any]], ...] = (
     {"pool": {"max_staleness": 0}, "learner": {"num_minibatches": 4}},
     {"pool": {"groups_per_batch": 2}, "learner": {"num_minibatches": 4}},
     {"learner": {"loss": "decoupled_ppo"}},
+    {"model": {"path": "m", "prepare": "task:prepare"}},
     {"model": {"path": None}},
     {"model": {"architecture": {"hidden_size": 64}, "characters": "ab"}},
     {"task": {"source": None}},
