@@ -20,14 +20,21 @@ T = TypeVar("T")
 
 
 def make_sampler(
-    kind: str = "qwen2", *, weights: WeightReader | None = None, tokenizer: Any = None, path: Path | None = None, **settings: Any
+    kind: str = "qwen2",
+    *,
+    weights: WeightReader | None = None,
+    tokenizer: Any = None,
+    path: Path | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    **settings: Any,
 ) -> TransformersSampler:
     return TransformersSampler(
         str(path or tiny_model(kind)),
         settings=SamplerSettings().model_copy(update=settings),  # unchecked: a tiny model's slots are smaller than the least kv_memory_bytes
         max_context_tokens=CONTEXT,
-        device="cpu",
-        dtype="float32",
+        device=device,
+        dtype=dtype,
         weights=weights,
         tokenizer=tokenizer or tiny_tokenizer(),
     )

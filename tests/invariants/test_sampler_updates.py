@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from fakes.sampling import Replay, beside, make_sampler, request, turns, version_of_each_token
-from fakes.tiny_models import VOCABULARY, perturbed
+from fakes.tiny_models import SERVED, VOCABULARY, perturbed
 from fakes.weights import FakeWeights
 from headrace.clock import run_virtual
 from headrace.config import UpdateMode
@@ -82,8 +82,7 @@ def check_records(rollouts: list[list[tuple[list[int], Completion]]]) -> None:
             assert all(-1e9 < logprob <= 0 for logprob in completion.logprobs)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("kind", "recompute"), [*((kind, False) for kind in SERVED), ("qwen2", True), ("gemma2", True)])
 def test_with_20_updates_in_flight_each_logprob_is_that_of_the_weights_and_cache_that_drew_the_token(kind: str, recompute: bool) -> None:
     updates, rollouts, sampler = run_with_updates(kind, recompute_kv=recompute)
     check_records(rollouts)

@@ -23,6 +23,7 @@ import torch.nn.functional as functional
 from headrace.errors import ModelError
 
 ATTENTION_NAME = "headrace_slots"
+RECORDING_NAME = "headrace_recording"
 SHORT_TOKENS = 8
 """Rows with at most so many new tokens are attended together, padded to the longest of them."""
 _FUSED_QUERIES = 16
@@ -104,6 +105,7 @@ class BatchPlan:
 
 
 current_plan: ContextVar[BatchPlan] = ContextVar("current_plan")
+recorded_windows: ContextVar[list[int | None]] = ContextVar("recorded_windows")
 
 
 def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
@@ -189,6 +191,14 @@ def slot_attention(
     return output[None], None
 
 
+def recording_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, sliding_window: int | None = None, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Stands in for attention during one forward: notes the sliding window that each layer tells, computes nothing."""
+    recorded_windows.get().append(sliding_window)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
 def _attend(
     group: RowGroup, query_NHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
 ) -> torch.Tensor:
@@ -213,7 +223,9 @@ def _attend(
             scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scaling)
         else:
             scores = torch.tanh(torch.bmm(grouped, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + mask
-        attended = torch.bmm(scores.softmax(-1), values)
+        # in float32, as transformers' eager attention does
+        weights = scores.softmax(-1) if scores.dtype == torch.float32 else scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        attended = torch.bmm(weights, values)
         if queries > 1:
             attended = attended.view(rows, key_heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
         output = attended.reshape(rows * queries, num_heads, -1)

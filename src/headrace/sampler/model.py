@@ -10,15 +10,18 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from safetensors import SafetensorError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import ModelError
-from headrace.sampler.attention import ATTENTION_NAME, BatchPlan, current_plan, make_plan, slot_attention
+from headrace.roles import Tokenizer
+from headrace.sampler.attention import ATTENTION_NAME, RECORDING_NAME, BatchPlan, current_plan, make_plan, recorded_windows, recording_attention, slot_attention
 from headrace.sampler.kv_cache import LayerShape, ShapeRecorder, SlotCache, slot_bytes
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
+AttentionInterface.register(RECORDING_NAME, recording_attention)
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -30,26 +33,26 @@ class ServedModel:
 
     def __init__(self, path: str, *, max_context_tokens: int, device: str, dtype: str) -> None:
         self.path = path
-        self.device = torch.device(device)
+        self.device = _usable_device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.model = self._load()
         self.vocabulary_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         accepted = inspect.signature(self.model.forward).parameters
+        if getattr(self.model, "_is_stateful", False):
+            raise self._unserved("it keeps a recurrent state (as mamba and linear attention do), which is not a KV cache of all tokens")
         names = [name for name in ("cache", "past_key_values") if name in accepted]
         if not names or "position_ids" not in accepted:
             raise self._unserved("its forward takes no KV cache or no position_ids")
         self._cache_name = names[0]
         self._keeps_logits = "logits_to_keep" in accepted
         self._check_config(max_context_tokens)
-        self.shapes, self._cache_dtype = self._record_shapes()
+        self.shapes, self._cache_dtype = self._record_shapes(max_context_tokens)
         self.slot_bytes = slot_bytes(self.shapes, max_context_tokens, self._cache_dtype)
         expected = self._plain_logits()
-        # Base model and output head without transformers' wrappers save a fifth of a small model's step. Models that do more
-        # between the two (scales, caps) show it here and are called whole.
         self._base_forward = inspect.unwrap(type(self.model.base_model).forward)
         self._head = self.model.get_output_embeddings()
-        self._direct = self.model.base_model is not self.model and self._head is not None
+        self._direct = self._is_base_and_head()
         if not self._direct or self._difference(expected) is not None:
             self._direct = False
             if (problem := self._difference(expected)) is not None:
@@ -76,20 +79,48 @@ class ServedModel:
         finally:
             current_plan.reset(token)
 
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises ModelError when the tokenizer writes tokens that the model has not. (A model may have more: many are padded to a
+        round number. Added tokens may lie beyond it: a text model of a family that also sees has no image token.)"""
+        known = getattr(tokenizer, "vocab_size", None)
+        end = tokenizer.eos_token_id
+        if isinstance(known, int) and known > self.vocabulary_size:
+            problem = f"the tokenizer knows {known} tokens, the model {self.vocabulary_size}"
+        elif end is not None and not 0 <= end < self.vocabulary_size:
+            problem = f"the tokenizer's end token is {end}, the model knows 0 to {self.vocabulary_size - 1}"
+        else:
+            return
+        raise ModelError(f"{self.path}: {problem}.", remedy="Put the tokenizer that belongs to the model beside it.")
+
     def _load(self) -> Any:
         disable_progress_bar()  # its bars would draw over ours, and take semaphores that outlive a killed process
         try:
+            self._check_kind(AutoConfig.from_pretrained(self.path))
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+            what = str(error).strip().splitlines() or [type(error).__name__]  # the first line says it; what follows may list every class there is
             raise ModelError(
-                f"{self.path}: cannot be loaded as a causal language model: {error}", remedy="Name a Hugging Face model directory or hub name."
+                f"{self.path}: cannot be loaded as a causal language model: {what[0]}", remedy="Name a Hugging Face model directory or hub name."
             ) from error
         return model.to(self.device).eval().requires_grad_(False)
 
+    def _check_kind(self, config: Any) -> None:
+        """Before any weight is read. Models whose code comes with them are left to the check of what they compute."""
+        problem = None
+        if getattr(config, "is_encoder_decoder", False):
+            problem = "is an encoder-decoder"
+        elif sub := next((name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None), None):
+            problem = f"has a part for {'images' if sub == 'vision_config' else 'sound'} ({sub})"
+        elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+            problem = "has no causal language model in transformers"
+        if problem is not None:
+            raise ModelError(
+                f"{self.path}: model_type '{config.model_type}' {problem}; the transformers sampler serves causal language models of text.",
+                remedy="Use another model.",
+            )
+
     def _check_config(self, max_context_tokens: int) -> None:
         config = self.model.config.get_text_config()
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            raise self._unserved("it is an encoder-decoder")
         if others := set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS:
             raise self._unserved(f"layers of type {', '.join(sorted(others))} keep a state that is not a KV cache of all tokens")
         limit = getattr(config, "max_position_embeddings", None)
@@ -103,9 +134,11 @@ class ServedModel:
             if parameters.get("rope_type") in _LENGTH_DEPENDENT_ROPE and max_context_tokens > (original or 0):
                 raise self._unserved(f"its rotary embedding ({parameters['rope_type']}) changes for the whole batch beyond {original} tokens")
 
-    def _record_shapes(self) -> tuple[list[LayerShape], torch.dtype]:
+    def _record_shapes(self, max_context_tokens: int) -> tuple[list[LayerShape], torch.dtype]:
         recorder = Cache(layers=[ShapeRecorder() for _ in range(self.model.config.get_text_config().num_hidden_layers)])
-        self.model.set_attn_implementation("eager")
+        self.model.set_attn_implementation(RECORDING_NAME)
+        windows: list[int | None] = []
+        token = recorded_windows.set(windows)
         try:
             with torch.inference_mode():
                 ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -113,11 +146,58 @@ class ServedModel:
         except Exception as error:
             raise self._unserved(f"it does not run with a cache of layers ({type(error).__name__}: {error})") from error
         finally:
+            recorded_windows.reset(token)
             self.model.set_attn_implementation(ATTENTION_NAME)
+        self._check_windows(windows, max_context_tokens)
         shapes = [layer.shape for layer in recorder.layers if layer.shape is not None]
         if len(shapes) != len(recorder.layers):
             raise self._unserved(f"only {len(shapes)} of its {len(recorder.layers)} layers write to the KV cache")
         return shapes, next(layer.dtype for layer in recorder.layers)
+
+    def _check_windows(self, windows: list[int | None], max_context_tokens: int) -> None:
+        """Some models leave their sliding window to the mask that transformers makes; here a window is what attention is told.
+
+        The probe's few tokens lie within any real window, so this is read from the config.
+        """
+        config = self.model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        if window is None or window >= max_context_tokens or len(windows) != config.num_hidden_layers:
+            return
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
+        for layer, (kind, told) in enumerate(zip(kinds, windows, strict=True)):
+            if told != (window if kind == "sliding_attention" else None):
+                raise self._unserved(
+                    f"layer {layer} ({kind}) tells attention a sliding window of {told or 'all'} tokens, its config says {window}, "
+                    f"and the context of {max_context_tokens} tokens is longer"
+                )
+
+    @torch.inference_mode()
+    def _is_base_and_head(self) -> bool:
+        """Whether the model is its base model and its output embedding, and nothing between or after them (scales, soft caps).
+
+        Then the two are called without transformers' wrappers, which saves a fifth of a small model's step. The output embedding
+        is made to give numbers up to 80: what a cap does to a fresh model's tiny logits would be lost in rounding.
+        """
+        if self.model.base_model is self.model or self._head is None:
+            return False
+        seen: dict[str, torch.Tensor] = {}
+
+        def replace(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            seen["hidden"], seen["logits"] = inputs[0], torch.linspace(-80, 80, output.numel(), device=output.device).view_as(output).to(output.dtype)
+            return seen["logits"]
+
+        hook = self._head.register_forward_hook(replace)
+        self.model.set_attn_implementation("eager")
+        try:
+            rows = self._probe_rows().to(self.device)
+            logits = self.model(input_ids=rows, use_cache=False).logits
+            hidden = self._base_forward(self.model.base_model, input_ids=rows, use_cache=False).last_hidden_state
+        except Exception:  # its parts do not stand alone: it is called whole
+            return False
+        finally:
+            hook.remove()
+            self.model.set_attn_implementation(ATTENTION_NAME)
+        return bool(seen) and torch.equal(logits.float(), seen["logits"].float()) and torch.equal(hidden, seen["hidden"])
 
     def _plain_logits(self) -> torch.Tensor:
         """[2, V] last logits of the probe's two sequences, by the model's own forward without a cache."""
@@ -155,3 +235,15 @@ class ServedModel:
         return ModelError(
             f"{self.path}: {type(self.model).__name__} cannot be served by the transformers sampler: {why}.", remedy="Use another model or the vLLM sampler."
         )
+
+
+def _usable_device(name: str) -> torch.device:
+    """Raises ModelError for a device that torch does not know or does not see."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"model.device '{name}' cannot be used: {str(error).splitlines()[0]}", remedy="Name one that `headrace doctor` lists, or cpu."
+        ) from error
+    return device

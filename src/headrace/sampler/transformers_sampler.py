@@ -38,7 +38,7 @@ class TransformersSampler:
     """roles.Sampler over any causal LM of transformers that passes ServedModel's check.
 
     `weights` None keeps the weights of `model_path`. Before the first publish the version is 0:0. Raises ModelError when the
-    model cannot be loaded or served, or when `settings.kv_memory_bytes` holds not even one sequence.
+    model cannot be loaded or served, when the tokenizer is not the model's, or when `settings.kv_memory_bytes` holds not even one sequence.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class TransformersSampler:
         tokenizer: Tokenizer,
     ) -> None:
         self._model = ServedModel(model_path, max_context_tokens=max_context_tokens, device=device, dtype=dtype)
+        self._model.check_tokenizer(tokenizer)
         self._engine = Engine(self._model, settings=settings, max_context_tokens=max_context_tokens, weights=weights, tokenizer=tokenizer)
         self._settings = settings
         self._scores: deque[_ScoreJob] = deque()

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fakes.sampling import beside, make_sampler, plain_model, request, turns
-from fakes.tiny_models import CONTEXT, VOCABULARY, tiny_model
+from fakes.tiny_models import SERVED, VOCABULARY
 from headrace.clock import run_virtual
-from headrace.errors import ModelError
 from headrace.types import Completion
 
 
@@ -38,9 +37,9 @@ def greedy_completions(kind: str, work: list[tuple[list[int], int, int]], **sett
     return run_virtual(beside(sampler, all_of_them()))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_greedy_tokens_of_64_mixed_requests_with_random_arrivals_equal_generate(kind: str) -> None:
-    work = mixed_work(64, seed=1)
+@pytest.mark.parametrize("kind", SERVED)
+def test_greedy_tokens_of_mixed_requests_with_random_arrivals_equal_generate(kind: str) -> None:
+    work = mixed_work(64 if kind == "qwen2" else 20, seed=1)
     model = plain_model(kind)
     for (prompt, length, _), completion in zip(work, greedy_completions(kind, work, max_running=24), strict=True):
         ids = torch.tensor([prompt])
@@ -54,10 +53,10 @@ def test_greedy_tokens_of_64_mixed_requests_with_random_arrivals_equal_generate(
                 break
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("max_prefill_tokens", [4096, 16])
 def test_tokens_and_logprobs_are_those_of_the_plain_forward_however_prompts_are_cut(kind: str, max_prefill_tokens: int) -> None:
-    """mistral: its sliding window of 7 tokens is narrower than the prompts."""
+    """Sliding windows of 7 tokens are narrower than the prompts; soft caps bite."""
     work = mixed_work(64, seed=3)
     model = plain_model(kind)
     for (prompt, _, _), completion in zip(work, greedy_completions(kind, work, max_running=24, max_prefill_tokens=max_prefill_tokens), strict=True):
@@ -127,30 +126,3 @@ def test_a_long_prompt_does_not_stop_the_decoding_of_others() -> None:
     tokens, long = run_virtual(beside(sampler, both()))
     assert len(long.tokens) == 1
     assert tokens >= 5
-
-
-@pytest.mark.parametrize(("kind", "missing"), [("bloom", "position_ids"), ("mamba", "cache")])
-def test_a_model_that_cannot_be_served_is_refused_by_name_of_what_is_missing(kind: str, missing: str) -> None:
-    with pytest.raises(ModelError, match=missing):
-        make_sampler(kind)
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        make_sampler(path=tmp_path)
-
-
-def test_a_context_beyond_the_models_positions_is_refused() -> None:
-    from headrace.config import SamplerSettings
-    from headrace.sampler.transformers_sampler import TransformersSampler
-
-    with pytest.raises(ModelError, match=f"exceeds the model's {CONTEXT} positions"):
-        TransformersSampler(
-            str(tiny_model("qwen2")),
-            settings=SamplerSettings(),
-            max_context_tokens=CONTEXT + 1,
-            device="cpu",
-            dtype="float32",
-            weights=None,
-            tokenizer=None,  # type: ignore[arg-type]
-        )
