@@ -2,7 +2,7 @@
 
 Layout: a header of int64 words, then two buffers that hold all parameters back to back.
 
-    header: [started, newest, lineage of buffer 0, number of buffer 0, lineage of buffer 1, number of buffer 1]
+    header: [started, newest, lineage of buffer 0, number of buffer 0, lineage of buffer 1, number of buffer 1, dtype]
 
 Publish k fills buffer k % 2: it sets `started` to k, writes the version and the parameters, then sets `newest` to k. A reader
 takes k from `newest`, copies the version and buffer k % 2 to a staging tensor, and looks at `started` again: what it copied is
@@ -27,8 +27,8 @@ import numpy as np
 from headrace.errors import HeadraceError
 
 _HEADER_WORDS = 8
-STARTED, NEWEST, VERSIONS = 0, 1, 2
-"""Header words; VERSIONS + 2 * buffer holds the lineage, the next word the number."""
+STARTED, NEWEST, VERSIONS, DTYPE = 0, 1, 2, 6
+"""Header words; VERSIONS + 2 * buffer holds the lineage, the next word the number. DTYPE is written before the first publish."""
 
 
 class SharedMemoryChannel:

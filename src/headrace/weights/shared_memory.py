@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +12,21 @@ import torch
 
 from headrace.errors import ModelError, WaitTimeoutError
 from headrace.types import PolicyVersion, WeightUpdate
-from headrace.weights.channel import NEWEST, STARTED, VERSIONS, SharedMemoryChannel
+from headrace.weights.channel import DTYPE, NEWEST, STARTED, VERSIONS, SharedMemoryChannel
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""In the order of their codes in the header, from 1."""
 _READ_LIMIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """Where each parameter lies in a buffer. Both ends derive it from the same model, so a difference is a wrong model."""
+    """Where each parameter lies in a buffer. Both ends derive it from the same model, so a difference is a wrong model.
+
+    All parameters travel in one dtype, the writer's choice, named in the channel's header; readers cast to what their parameters have
+    (a model in bfloat16 may keep a few of them in float32).
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -29,18 +36,15 @@ class ParameterLayout:
     num_elements: int
 
     @classmethod
-    def of(cls, parameters: Mapping[str, torch.Tensor]) -> ParameterLayout:
-        dtypes = {parameter.dtype for parameter in parameters.values()}
-        if len(dtypes) != 1:
-            raise ModelError(f"The model's parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))}): the weight channel carries one.")
+    def of(cls, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ParameterLayout:
         offsets, position = [], 0
         for parameter in parameters.values():
             offsets.append(position)
-            position += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+            position += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         return cls(
             names=tuple(parameters),
             shapes=tuple(tuple(parameter.shape) for parameter in parameters.values()),
-            dtype=str(dtypes.pop()).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),
             offsets=tuple(offsets),
             num_elements=position,
         )
@@ -54,6 +58,14 @@ class ParameterLayout:
                 size *= extent
             result[name] = buffer[offset : offset + size].view(shape)
         return result
+
+
+def _channel_dtype(parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The narrowest that holds every parameter exactly."""
+    dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters.values()})
+    if dtype not in _DTYPES:
+        raise ModelError(f"The weight channel carries {', '.join(map(str, _DTYPES))}, the model's parameters are {dtype}.", remedy="Correct model.dtype.")
+    return dtype
 
 
 def _buffer(channel: SharedMemoryChannel, index: int, layout: ParameterLayout) -> torch.Tensor:
@@ -78,9 +90,11 @@ class SharedMemoryWriter:
         if self._version is not None and version <= self._version:
             raise ValueError(f"version {version} does not rise above {self._version}")
         start = time.perf_counter()
-        if self._layout is None:
-            self._layout = ParameterLayout.of(parameters)
         header = self._channel.header
+        if self._layout is None:
+            dtype = _channel_dtype(parameters)
+            self._layout = ParameterLayout.of(parameters, dtype)
+            header[DTYPE] = _DTYPES.index(dtype) + 1
         fill = int(header[NEWEST]) + 1
         header[STARTED] = fill
         slot = VERSIONS + 2 * (fill % 2)
@@ -113,8 +127,10 @@ class SharedMemoryReader:
     def load_into(self, parameters: Mapping[str, torch.Tensor]) -> PolicyVersion:
         """Stages, verifies, then copies the newest whole set into these tensors in place."""
         if self._layout is None or self._staging is None:
-            self._layout = ParameterLayout.of(parameters)
-            self._staging = torch.empty(self._layout.num_elements, dtype=getattr(torch, self._layout.dtype))
+            dtype = _DTYPES[int(self._channel.header[DTYPE]) - 1]
+            self._layout = ParameterLayout.of(parameters, dtype)
+            on_cuda = any(parameter.is_cuda for parameter in parameters.values())
+            self._staging = torch.empty(self._layout.num_elements, dtype=dtype, pin_memory=on_cuda)
         version = self._stage(self._layout, self._staging)
         with torch.no_grad():
             for name, view in self._layout.views(self._staging).items():
@@ -153,4 +169,4 @@ def parameter_bytes(directory: Path | str) -> int:
                     size *= extent
                 elements += size
                 tensors += 1
-    return 4 * (elements + _ALIGNMENT * tensors)  # float32 is the widest dtype headrace serves
+    return 4 * (elements + ALIGNMENT * tensors)  # float32 is the widest dtype headrace serves

@@ -21,7 +21,7 @@ def parameters(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
 
 
 def channel_for(tensors: dict[str, torch.Tensor]) -> SharedMemoryChannel:
-    return SharedMemoryChannel(4 * ParameterLayout.of(tensors).num_elements)
+    return SharedMemoryChannel(4 * ParameterLayout.of(tensors, torch.float32).num_elements)
 
 
 def test_a_reader_gets_exactly_what_was_published() -> None:
@@ -34,6 +34,39 @@ def test_a_reader_gets_exactly_what_was_published() -> None:
     copy = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     assert reader.load_into(copy) == PolicyVersion(0, 0)
     assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_travel_in_their_dtype_and_take_half_the_memory(dtype: torch.dtype) -> None:
+    tensors = {"w": torch.randn(50, 64).to(dtype), "v": torch.randn(3).to(dtype)}
+    channel = SharedMemoryChannel(2 * ParameterLayout.of(tensors, dtype).num_elements)
+    writer, reader = SharedMemoryWriter(channel), SharedMemoryReader(channel)
+    assert writer.publish(tensors, PolicyVersion(0, 0)).num_bytes == 2 * (50 * 64 + 64)
+    copy = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    reader.load_into(copy)
+    assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
+
+
+def test_parameters_of_several_dtypes_travel_in_the_widest_and_readers_cast_to_their_own() -> None:
+    """A writer of a mixed model loses nothing; a reader in bfloat16 that keeps a weight in float32 takes what a narrow writer has."""
+    mixed = {"w": torch.randn(5, 4).bfloat16(), "router": torch.randn(3)}
+    channel = channel_for(mixed)
+    writer, reader = SharedMemoryWriter(channel), SharedMemoryReader(channel)
+    writer.publish(mixed, PolicyVersion(0, 0))
+    copy = {name: torch.zeros_like(tensor) for name, tensor in mixed.items()}
+    reader.load_into(copy)
+    assert all(torch.equal(copy[name], mixed[name]) and copy[name].dtype is mixed[name].dtype for name in mixed)
+    narrow = {name: tensor.bfloat16() for name, tensor in mixed.items()}
+    channel = channel_for(narrow)
+    SharedMemoryWriter(channel).publish(narrow, PolicyVersion(0, 0))
+    SharedMemoryReader(channel).load_into(copy)
+    assert torch.equal(copy["router"], narrow["router"].float())
+
+
+def test_parameters_that_no_channel_carries_are_refused_by_dtype() -> None:
+    tensors = {"w": torch.zeros(3, dtype=torch.float64)}
+    with pytest.raises(ModelError, match="float64"):
+        SharedMemoryWriter(SharedMemoryChannel(1024)).publish(tensors, PolicyVersion(0, 0))
 
 
 def test_versions_must_rise() -> None:
@@ -114,7 +147,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_last_whole_set_and_a_successor
     channel = channel_for(tensors)
     SharedMemoryWriter(channel).publish(tensors, PolicyVersion(0, 1))
     channel.header[STARTED] = int(channel.header[NEWEST]) + 1  # a second writer died while it filled the other buffer
-    _buffer(channel, 0, ParameterLayout.of(tensors)).fill_(99)
+    _buffer(channel, 0, ParameterLayout.of(tensors, torch.float32)).fill_(99)
     reader = SharedMemoryReader(channel)
     copy = parameters(-1)
     assert reader.load_into(copy) == PolicyVersion(0, 1)
