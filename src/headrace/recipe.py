@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,8 +42,17 @@ class RecipeCode:
             raise RecipeError(f"{self.path}: '{reference}' is not of the form '{self.path.stem}:NAME'.", remedy=f"Write '{self.path.stem}:{name or stem}'.")
         found = getattr(self._load(), name, None)
         if found is None or not callable(found):
-            raise RecipeError(f"{self.path}: there is no function or class '{name}'.", remedy="Define it, or correct the setting that names it.")
+            names = [each for each, value in vars(self._load()).items() if callable(value) and not each.startswith("_")]
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+            remedy = f"Did you mean '{stem}:{near[0]}'?" if near else "Define it, or correct the setting that names it."
+            raise RecipeError(f"{self.path}: there is no function or class '{name}'.", remedy=remedy)
         return self._with_options(found)
+
+    def described(self, error: BaseException) -> str:
+        """`ValueError: no such word (line 12 of task.py)`: type, message and the innermost place in the recipe's file."""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self.path)]
+        place = f" (line {lines[-1]} of {self.path.name})" if lines and not isinstance(error, SyntaxError) else ""
+        return f"{type(error).__name__}: {error}{place}" if str(error) else f"{type(error).__name__}{place}"
 
     def digest(self) -> str:
         """Hash of the module's text and the options: caches key on it."""
@@ -63,8 +74,14 @@ class RecipeCode:
             sys.modules[name] = module
             try:
                 spec.loader.exec_module(module)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 del sys.modules[name]
-                raise RecipeError(f"{self.path}: importing it raised {type(error).__name__}: {error}") from error
+                raise RecipeError(f"{self.path}: importing it raised {self.described(error)}.", remedy=_import_remedy(error)) from error
             self._module = module
         return self._module
+
+
+def _import_remedy(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"Install what provides '{error.name}', or correct the import."
+    return "Correct that line." if isinstance(error, SyntaxError) else "It must import without error: run `python` on it."

@@ -24,6 +24,8 @@ from headrace.types import Task
 MAX_GENERATED_TASKS = 100_000
 """A function that yields without end gives this many tasks; lists and files are taken whole."""
 
+_SOURCE_REMEDY = "Mend that function: tasks are read before anything starts."
+
 logger = logging.getLogger(__name__)
 
 
@@ -153,8 +155,8 @@ def _from_function(code: RecipeCode, reference: str, origin: str) -> Iterator[tu
     function = code.resolve(reference)
     try:
         result = function()
-    except Exception as error:
-        raise RecipeError(f"{origin} raised {type(error).__name__}: {error}.") from error
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{origin} raised {code.described(error)}.", remedy=_SOURCE_REMEDY) from error
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
         if asyncio.iscoroutine(result):
             result.close()
@@ -166,10 +168,10 @@ def _from_function(code: RecipeCode, reference: str, origin: str) -> Iterator[tu
     try:
         for index, item in enumerate(itertools.islice(iter(result), limit)):
             yield f"task number {index + 1}", item
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, RecipeError):
             raise
-        raise RecipeError(f"{origin}, task number {index + 2}: it raised {type(error).__name__}: {error}.") from error
+        raise RecipeError(f"{origin}, task number {index + 2}: it raised {code.described(error)}.", remedy=_SOURCE_REMEDY) from error
     if limit is not None and index + 1 == limit:
         logger.warning("%s yields %d tasks or more: the first %d are used. Return a list to use all.", origin, limit, limit)
 
