@@ -9,6 +9,7 @@ HeadraceError                     kind, message and what to do; exit code 1
 ├── NoProgressError               the run cannot go on: every task fails, or no group carries signal
 ├── DivergedError                 updates were refused too often
 ├── CheckpointError               cannot be written or read
+├── RunDirectoryError             the run's record cannot be written: disk full, rights taken away
 └── InvariantError                a bug in headrace: report it with events.jsonl
     ├── StaleTokenError           an unmarked token beyond max_staleness would get weight (I6)
     └── LedgerError               the ledger does not close (I7)
@@ -103,6 +104,10 @@ class DivergedError(HeadraceError):
 
 
 class CheckpointError(HeadraceError):
+    pass
+
+
+class RunDirectoryError(HeadraceError):
     pass
 
 

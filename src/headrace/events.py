@@ -6,14 +6,17 @@ them away changes no event (I14).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+from headrace.errors import RunDirectoryError
 from headrace.types import TrajectorySummary, UpdateStatistics, WorkerActivity
 
 SCHEMA = 1
@@ -221,11 +224,16 @@ class RunFinished(Event):
 
 
 class EventLog:
-    """The one writer. `subscribe` lets a progress view see events as they pass; a subscriber that raises is dropped."""
+    """The one writer. `subscribe` lets a progress view see events as they pass; a subscriber that raises is dropped.
+
+    Each line is written whole or not at all: where the disk is full, what was written of it is cut off again, `emit` raises
+    RunDirectoryError once, and later events reach the subscribers only.
+    """
 
     def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
+        self._path = path
         self._clock = clock
-        self._file: IO[str] | None = None if path is None else path.open("a", encoding="utf-8", buffering=1)
+        self._file: IO[bytes] | None = None if path is None else path.open("ab", buffering=0)
         self._start: float | None = None
         self._subscribers: list[Callable[[dict[str, Any]], None]] = []
 
@@ -236,8 +244,7 @@ class EventLog:
         if self._start is None:
             self._start = self._clock()
         line = {"event": event.name, "time": round(self._clock() - self._start, 4), **_plain(event)}
-        if self._file is not None:
-            self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        self._write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         for subscriber in list(self._subscribers):
             try:
                 subscriber(line)
@@ -248,6 +255,20 @@ class EventLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        written = 0
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a device that cannot be cut
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
+            self.close()
+            remedy = "Free disk space, or choose another run directory; what was saved before is whole."
+            raise RunDirectoryError(f"{self._path}: the event log cannot be written: {error.strerror}.", remedy=remedy) from error
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

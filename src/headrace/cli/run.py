@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.cli.config import print_settings, settings_object
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.config_loading import ResolvedSettings, load_settings
-from headrace.errors import ConfigError, HeadraceError, Problem
+from headrace.errors import HeadraceError
 from headrace.events import read_events
 from headrace.report.summary import summarize
 
@@ -36,10 +36,10 @@ def choose_run_directory(asked: str | None, name: str) -> Path:
             number += 1
             directory = stem.with_name(f"{stem.name}-{number}")
         return directory.resolve()
+    from headrace.runtime.run_directory import refuse_used
+
     directory = Path(asked)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        what = f"Run directory '{asked}' is not empty: a run directory holds one run."
-        raise ConfigError([Problem(key="--run-dir", value=asked, limit="new or empty", message=what, remedy="Name another one.")])
+    refuse_used(directory, asked)
     return directory.resolve()
 
 
@@ -72,7 +72,8 @@ def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
         finally:
             end_forkserver()
     events = list(read_events(directory / "events.jsonl")) if (directory / "events.jsonl").exists() else []
-    print(end_picture(events, directory, width=output.width), file=output.people)
+    if events:  # a run that never started leaves nothing to show
+        print(end_picture(events, directory, width=output.width), file=output.people)
     if status == "interrupted":
         output.say("Interrupted.")
     output.result({"run_dir": str(directory), **summarize(events)}, status=status, error=error)

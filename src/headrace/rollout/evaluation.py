@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,15 +48,23 @@ class PinnedPolicy:
         return await self.sampler.score(sequences)
 
 
+def resolve_evaluate(code: RecipeCode, settings: Settings) -> Callable[..., Any] | None:
+    """The recipe's evaluate function; None where it has none. Raises RecipeError when it cannot be used."""
+    if settings.task.evaluate is None:
+        return None
+    function = code.resolve(settings.task.evaluate)
+    if not inspect.iscoroutinefunction(function):
+        raise RecipeError(f"{code.path}: task.evaluate '{settings.task.evaluate}' is not an async function.", remedy="Write `async def evaluate(policy, tasks)`.")
+    return function
+
+
 class EvaluatorCore:
     """Implements roles.Evaluator in the loop that awaits `run()`. Evaluations run one after another."""
 
     def __init__(self, *, sampler: Sampler, code: RecipeCode | UserCode, settings: Settings, tokenizer: Tokenizer) -> None:
         self._sampler = sampler
         self._user_code: UserCode = RecipeUserCode(code, settings) if isinstance(code, RecipeCode) else code
-        self._evaluate = code.resolve(settings.task.evaluate) if isinstance(code, RecipeCode) and settings.task.evaluate is not None else None
-        if self._evaluate is not None and not inspect.iscoroutinefunction(self._evaluate):
-            raise RecipeError(f"task.evaluate '{settings.task.evaluate}' is not an async function.", remedy="Write `async def evaluate(policy, tasks)`.")
+        self._evaluate = resolve_evaluate(code, settings) if isinstance(code, RecipeCode) else None
         self._settings = settings
         self._tokenizer = ShortTextCache(tokenizer)
         self._one_evaluation = asyncio.Lock()

@@ -21,14 +21,16 @@ import headrace
 from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Placement, Settings
-from headrace.config_loading import ResolvedSettings, dump_toml
+from headrace.config_loading import ResolvedSettings
 from headrace.errors import HeadraceError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
+from headrace.runtime.preflight import read_recipe
 from headrace.runtime.processes import RoleProcess
-from headrace.tasks.source import ListTaskSource, split_tasks
+from headrace.runtime.run_directory import RunDirectory
+from headrace.tasks.source import ListTaskSource
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Selection, Task, UpdateResult, WeightUpdate, WorkerReport
 from headrace.weights.channel import SharedMemoryChannel
 
@@ -148,24 +150,26 @@ async def run_local(
 ) -> RunOutcome:
     """Runs a recipe to its end. Raises HeadraceError; cancelling it (Ctrl-C) ends everything cleanly.
 
-    The run directory must be new or empty; it holds everything that explains the run.
+    The run directory must be new or empty; it holds everything that explains the run. A run that ends before its first event, because
+    it cannot start, leaves none.
     """
     started = time.perf_counter()
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
-    training, tasks = split_tasks(settings, code)
+    training, tasks = await read_recipe(settings, code)
     source = ListTaskSource(training, seed=settings.run.seed, shuffle=settings.task.shuffle)
-    make_run_directory(run_directory, settings)
     async with contextlib.AsyncExitStack() as stack:
-        log = stack.enter_context(contextlib.closing(ev.EventLog(run_directory / "events.jsonl", asyncio.get_running_loop().time)))
+        directory = stack.enter_context(contextlib.closing(RunDirectory(run_directory, settings)))
+        log = stack.enter_context(contextlib.closing(ev.EventLog(directory.events, asyncio.get_running_loop().time)))
         for subscriber in subscribers:
             log.subscribe(subscriber)
-        status, error, version = "failed", None, PolicyVersion(0, 0)
+        status, error, version, has_started = "failed", None, PolicyVersion(0, 0), False
         try:
             roles = await stack.enter_async_context(_roles(settings, code, progress, evaluate))
             sampling, evaluation_sampling = sampling_parameters(settings, roles.end_token)
             startup_seconds = time.perf_counter() - started
             log.emit(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
+            has_started = True
             conductor = Conductor(
                 settings,
                 Roles(source=source, workers=roles.workers, learner=roles.learner, evaluator=roles.evaluator),
@@ -173,7 +177,7 @@ async def run_local(
                 evaluation_sampling=evaluation_sampling,
                 evaluation_tasks=tasks,
                 events=log,
-                checkpoint_directory=run_directory / "checkpoints",
+                checkpoint_directory=directory.checkpoints,
             )
             await conductor.run()
             version, status = conductor.learner.version, "done"
@@ -185,14 +189,17 @@ async def run_local(
             error = failure.as_json()
             raise
         finally:
-            log.emit(ev.RunFinished(status=status, error=error, version=version.number, lineage=version.lineage))
+            if has_started:
+                log.emit(ev.RunFinished(status=status, error=error, version=version.number, lineage=version.lineage))
+            else:
+                directory.discard()
 
 
 async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
     """Evaluates a checkpoint (a Hugging Face directory) on the recipe's evaluation tasks."""
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
-    _, tasks = split_tasks(settings, code)
+    _, tasks = await read_recipe(settings, code)
     progress("starting the evaluator", 0.0)
     evaluator = RoleProcess("evaluator", hosts.host_evaluator, (checkpoint, settings, code, None), core=None)
     try:
@@ -299,18 +306,6 @@ def cache_directory() -> Path:
     path = Path(base) / "models"
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def make_run_directory(run_directory: Path, settings: Settings) -> None:
-    """New or empty, writable; holds config.toml. Raises HeadraceError, having changed nothing."""
-    try:
-        run_directory.mkdir(parents=True, exist_ok=True)
-        if any(run_directory.iterdir()):
-            raise HeadraceError(f"{run_directory} is not empty: a run directory holds one run.", remedy="Choose another --run-dir, or remove it.")
-        (run_directory / "checkpoints").mkdir()
-        (run_directory / "config.toml").write_text(dump_toml(settings), encoding="utf-8")
-    except OSError as error:
-        raise HeadraceError(f"{run_directory} cannot be written: {error.strerror}.", remedy="Choose another --run-dir.") from error
 
 
 def sampling_parameters(settings: Settings, end_token: int | None) -> tuple[SamplingParameters, SamplingParameters]:

@@ -1,0 +1,125 @@
+"""The directory of one run: new or empty at first, held by its run while that lives, taken back when the run never starts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+
+from headrace.config import Settings
+from headrace.config_loading import dump_toml
+from headrace.errors import ConfigError, Problem
+
+EVENTS = "events.jsonl"
+_OPTION = "--run-dir"
+
+
+class RunDirectory:
+    """Made and held until `close`. The lock goes with the process, however that ends, so a killed run leaves none behind."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        """Raises ConfigError, having changed nothing, when the directory is used or cannot be written."""
+        self.path = path
+        self.events = path / EVENTS
+        self.checkpoints = path / "checkpoints"
+        self._made = [each for each in (path, *path.parents) if not each.exists()]
+        refuse_used(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._take(settings)
+        except OSError as error:
+            self.discard()
+            raise self._unwritable(error) from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the lock back; the directory stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def discard(self) -> None:
+        """The run never started: removes what was made, parent directories included, and gives the lock back."""
+        for file in (self.events, self.path / "config.toml"):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for directory in self._made:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                directory.rmdir()
+        self.close()
+
+    def _take(self, settings: Settings) -> None:
+        assert self._descriptor is not None
+        try:
+            _lock(self._descriptor)
+            self.checkpoints.mkdir()  # only one of two can make it, also where the file system knows no locks
+        except (BlockingIOError, FileExistsError):
+            raise _refused(self.path, "is in use: another run is writing there") from None
+        (self.path / "config.toml").write_text(dump_toml(settings), encoding="utf-8")
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return _refused(self.path, f"cannot be written: {error.strerror}", limit="a directory with room that you may write to")
+
+
+def refuse_used(path: Path, shown: str | None = None) -> None:
+    """Raises ConfigError for a file, or for a directory that is not empty, saying what lies there."""
+    try:
+        if not path.exists() and not path.is_symlink():
+            return
+        if not path.is_dir():
+            raise _refused(path, "is not a directory", shown)
+        if any(path.iterdir()):
+            raise _refused(path, f"is not empty: {_what_lies_in(path)}", shown)
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror}", shown) from error
+
+
+def _what_lies_in(path: Path) -> str:
+    """For people."""
+    if _is_held(path):
+        return "a run is writing there now"
+    if not (path / EVENTS).is_file():
+        return "it holds something that is no run"
+    finished = [line for line in (path / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines() if '"event":"run_finished"' in line]
+    if not finished:
+        return "it holds a run that was killed, with the checkpoints it had saved"
+    with contextlib.suppress(ValueError):
+        return f"it holds a run that ended as {json.loads(finished[-1])['status']}"
+    return "it holds a run"
+
+
+def _is_held(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _lock(descriptor: int) -> None:
+    """Raises BlockingIOError when another process, or another run of this one, holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems know no locks on directories
+        pass
+
+
+def _refused(path: Path, what: str, shown: str | None = None, *, limit: str = "a new or empty directory") -> ConfigError:
+    given = shown or str(path)
+    message = f"run directory '{given}' {what}. A run directory holds one run."
+    return ConfigError([Problem(key=_OPTION, value=given, limit=limit, message=message, remedy="Name another one with --run-dir.")])
