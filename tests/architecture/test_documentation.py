@@ -42,3 +42,21 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in (*ROOT.glob("*.md"), *ROOT.glob("recipes/*/*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
             assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_test_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    defined = {name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), flags=re.MULTILINE)}
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 40
+    assert named <= defined, sorted(named - defined)
+
+
+def test_every_case_and_invariant_of_the_architecture_names_a_test_or_a_benchmark() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (I?\d+) \|.*\| (.+) \|$", text, flags=re.MULTILINE)
+    assert {"I1", "I7", "I15", "5", "17"} <= {number for number, _ in rows}
+    for number, shown_by in rows:
+        scripts = re.findall(r"`(benchmarks/\w+\.py)`", shown_by)
+        assert "`test_" in shown_by or scripts, number
+        assert all((ROOT / script).is_file() for script in scripts), number
