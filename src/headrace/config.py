@@ -115,7 +115,7 @@ class ModelSettings(Section):
         None, description="`task:function(cache)` that makes or finds the model and returns its directory; `cache` is a folder that stays. Instead of `path`."
     )
     lora_rank: int = Field(0, description="Rank of LoRA adapters: only they are trained and sent to samplers. 0: every weight is trained.", ge=0, le=1024)
-    lora_alpha: float = Field(16.0, description="Adapters are scaled by lora_alpha / lora_rank.", gt=0)
+    lora_alpha: int = Field(16, description="Adapters are scaled by lora_alpha / lora_rank.", ge=1)
     lora_targets: list[str] = Field(
         default_factory=list, description="Linear layers that get adapters, by the end of their name (q_proj, v_proj); none: all but the output layer."
     )

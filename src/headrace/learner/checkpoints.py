@@ -1,6 +1,7 @@
 """A learner's checkpoint: a Hugging Face directory that any tool loads, plus what the optimizer needs to go on exactly.
 
-    config.json, model*.safetensors, tokenizer files     as transformers writes them
+    config.json, model*.safetensors, tokenizer files     as transformers writes them (with LoRA: the merged model)
+    adapter/                                             with LoRA: the adapter alone, as peft loads it
     optimizer.safetensors                                AdamW's moments and step counts by parameter name; data, not code
     learner.json                                         schema, version, ancestry, settings
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.config import Settings
 from headrace.errors import CheckpointError
+from headrace.learner.lora import ADAPTER_FOLDER, Adapters
 from headrace.types import PolicyVersion
 
 SCHEMA = 1
@@ -40,7 +42,15 @@ class LearnerState:
 
 
 def save_checkpoint(
-    directory: Path, model: Any, tokenizer: Any | None, optimizer: torch.optim.Optimizer, version: PolicyVersion, ancestry: dict[int, int], settings: Settings
+    directory: Path,
+    model: Any,
+    tokenizer: Any | None,
+    optimizer: torch.optim.Optimizer,
+    version: PolicyVersion,
+    ancestry: dict[int, int],
+    settings: Settings,
+    *,
+    adapters: Adapters | None = None,
 ) -> None:
     """Writes the directory, replacing one of that name. Raises CheckpointError; then the old one, if any, is still there."""
     partial = directory.parent / f".{directory.name}.partial"
@@ -49,7 +59,10 @@ def save_checkpoint(
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        model.save_pretrained(partial)
+        if adapters is None:
+            model.save_pretrained(partial)
+        else:
+            adapters.save(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         save_file(_moments(model, optimizer), partial / OPTIMIZER_FILE)
@@ -68,30 +81,24 @@ def save_checkpoint(
         raise CheckpointError(f"{directory}: the checkpoint cannot be written: {error}.", remedy="Free disk space or choose another run directory.") from error
 
 
-def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> LearnerState:
+def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimizer, *, adapters: Adapters | None = None) -> LearnerState:
     """Puts weights and optimizer state into `model` and `optimizer`, in place. Raises CheckpointError before anything is changed."""
     from transformers import AutoModelForCausalLM
 
     parameters = dict(model.named_parameters())
     try:
-        learner = json.loads((directory / LEARNER_FILE).read_text(encoding="utf-8"))
-        if learner["schema"] != SCHEMA:
-            raise CheckpointError(f"{directory / LEARNER_FILE}: schema {learner['schema']}, this headrace reads {SCHEMA}.")
-        state = LearnerState(
-            version=PolicyVersion(*learner["version"]),
-            ancestry={int(lineage): int(number) for lineage, number in learner["ancestry"]},
-            settings=learner["settings"],
-        )
+        state = _read_state(directory)
+        if (directory / ADAPTER_FOLDER).is_dir() != (adapters is not None):
+            there, here = ("an", "trains all weights") if adapters is None else ("no", "trains LoRA adapters")
+            raise CheckpointError(f"{directory}: it holds {there} adapter, this run {here}.", remedy="Set model.lora_rank as it was.")
         moments = load_file(directory / OPTIMIZER_FILE)
         saved = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=next(iter(parameters.values())).dtype).named_parameters())
+        if adapters is not None:
+            adapters.load(directory, saved)
+        else:
+            _load_parameters(directory, parameters, saved)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory}: not a whole learner checkpoint: {error}.", remedy="Name another checkpoint of the run.") from error
-    different = [name for name in parameters if name not in saved or saved[name].shape != parameters[name].shape]
-    if different or len(saved) != len(parameters):
-        raise CheckpointError(f"{directory}: it holds another model than this run's (first difference: {(different or ['number of parameters'])[0]}).")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
     optimizer.state.clear()
     for key, value in moments.items():
         kind, _, name = key.partition(".")
@@ -99,6 +106,26 @@ def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimize
         # AdamW keeps its step count on the CPU
         optimizer.state[target][kind] = value.clone() if kind == "step" else value.to(device=target.device, dtype=target.dtype)
     return state
+
+
+def _read_state(directory: Path) -> LearnerState:
+    learner = json.loads((directory / LEARNER_FILE).read_text(encoding="utf-8"))
+    if learner["schema"] != SCHEMA:
+        raise CheckpointError(f"{directory / LEARNER_FILE}: schema {learner['schema']}, this headrace reads {SCHEMA}.")
+    return LearnerState(
+        version=PolicyVersion(*learner["version"]),
+        ancestry={int(lineage): int(number) for lineage, number in learner["ancestry"]},
+        settings=learner["settings"],
+    )
+
+
+def _load_parameters(directory: Path, parameters: dict[str, torch.nn.Parameter], saved: dict[str, torch.Tensor]) -> None:
+    different = [name for name in parameters if name not in saved or saved[name].shape != parameters[name].shape]
+    if different or len(saved) != len(parameters):
+        raise CheckpointError(f"{directory}: it holds another model than this run's (first difference: {(different or ['number of parameters'])[0]}).")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
 
 
 def load_tokenizer(model_path: str) -> Any | None:

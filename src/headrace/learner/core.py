@@ -25,6 +25,7 @@ from headrace.errors import InvariantError, ModelError
 from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, coefficients, deal_rows, micro_batches, split_minibatches, unpack, weigh
 from headrace.learner.checkpoints import load_checkpoint, load_tokenizer, save_checkpoint
 from headrace.learner.forward import Scores, SelectiveForward
+from headrace.learner.lora import Adapters, ReferenceForward
 from headrace.learner.objective import Objective, evaluate_objective
 from headrace.learner.ranks import FlatGradients, init_ranks, reduce_sum, shutdown_ranks
 from headrace.learner.record import SelectionRecord
@@ -46,8 +47,9 @@ def load_model(model_path: str, dtype: torch.dtype, device: torch.device) -> Any
     disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{model_path}: the model cannot be loaded: {error}", remedy="Correct model.path.") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
+        what = str(error).strip().splitlines() or [type(error).__name__]  # what follows the first line may list every class there is
+        raise ModelError(f"{model_path}: the model cannot be loaded on device '{device}': {what[0]}", remedy="Correct model.path or model.device.") from error
 
 
 def learning_rate(settings: Settings, number: int) -> float:
@@ -110,13 +112,13 @@ class LearnerRank:
         self._loss_factor = FLOAT16_LOSS_FACTOR if self._low_precision is torch.float16 else 1.0
         self.model = load_model(str(model_path), parameter_dtype, self._device)
         self._tokenizer = load_tokenizer(str(model_path)) if rank == 0 else None
+        self._adapters = Adapters(self.model, settings) if settings.model.lora_rank else None
         self._forward = SelectiveForward(self.model)
-        self._reference: SelectiveForward | None = None
-        if settings.learner.kl_coefficient > 0:
-            self._reference = SelectiveForward(load_model(str(model_path), parameter_dtype, self._device).requires_grad_(False))
-        self._gradients = FlatGradients(self.model.parameters())
+        self._reference = self._make_reference(str(model_path)) if settings.learner.kl_coefficient > 0 else None
+        trained = list(self.model.parameters()) if self._adapters is None else self._adapters.parameters()
+        self._gradients = FlatGradients(trained)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            trained,
             lr=settings.learner.learning_rate,
             betas=settings.learner.betas,
             eps=settings.learner.epsilon,
@@ -162,9 +164,11 @@ class LearnerRank:
         )
 
     def publish(self) -> WeightUpdate:
-        """Gives the weights to the writer under the version they have. Never waits for a reader."""
+        """Gives the weights, or the adapters, to the writer under the version they have. Never waits for a reader."""
         if self._writer is None:
             raise InvariantError(f"learner rank {self._rank} publishes but has no weight writer.")
+        if self._adapters is not None:
+            return self._writer.publish(self._adapters.published(), self._version)
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         if self._low_precision is not None:
             parameters = {name: value.to(self._low_precision) for name, value in parameters.items()}
@@ -173,16 +177,23 @@ class LearnerRank:
     def save(self, directory: Path) -> None:
         """Writes a checkpoint, whole or absent (checkpoints.py). All ranks hold the same: rank 0 writes, the others return at once."""
         if self._rank == 0:
-            save_checkpoint(Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings)
+            save_checkpoint(
+                Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings, adapters=self._adapters
+            )
 
     def load(self, directory: Path, *, lineage: int | None = None) -> None:
         """Goes on from a checkpoint under a new lineage (default: the saved one + 1), so that numbers after it never name two models.
 
         Give `lineage` where the same checkpoint is restored more than once. Every rank loads.
         """
-        state = load_checkpoint(Path(directory), self.model, self._optimizer)
+        state = load_checkpoint(Path(directory), self.model, self._optimizer, adapters=self._adapters)
         self._version = PolicyVersion(state.version.lineage + 1 if lineage is None else lineage, state.version.number)
         self._ancestry = {**state.ancestry, self._version.lineage: self._version.number}
+
+    def _make_reference(self, model_path: str) -> SelectiveForward | ReferenceForward:
+        if self._adapters is not None:
+            return ReferenceForward(self._forward, self._adapters)
+        return SelectiveForward(load_model(model_path, self._dtype, self._device).requires_grad_(False))
 
     def _update(self, batch: Batch, part: NDArray[np.int64], share: NDArray[np.int64], frozen: FrozenLogprobs, record: SelectionRecord) -> str | None:
         """One optimizer step on one minibatch. None, or why it was refused. A minibatch without a trained token is no update."""
@@ -221,7 +232,7 @@ class LearnerRank:
         """The tokens of the first update are enough: staleness only grows, later ones train no others."""
         several = self._settings.updates_per_batch > 1  # with a single update the proximal policy is the learner's
         needs_proximal = self._objective.starts_from_proximal and several
-        models = [self._forward if needs_proximal else None, self._reference]
+        models: list[SelectiveForward | ReferenceForward | None] = [self._forward if needs_proximal else None, self._reference]
         results: list[Tensor | None] = []
         for forward in models:
             if forward is None:
@@ -238,7 +249,7 @@ class LearnerRank:
         budget = self._settings.learner.micro_batch_tokens
         return micro_batches(batch, weighing, share, coefficient_of_row, budget_tokens=budget, dtype=self._dtype, device=self._device)
 
-    def _scores(self, forward: SelectiveForward, micro_batch: MicroBatch) -> Scores:
+    def _scores(self, forward: SelectiveForward | ReferenceForward, micro_batch: MicroBatch) -> Scores:
         precision: AbstractContextManager[Any] = nullcontext()
         if self._low_precision is not None:
             precision = torch.autocast(self._device.type, dtype=self._low_precision)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace.config import Settings
-from headrace.errors import RecipeError
+from headrace.errors import HeadraceError, RecipeError
 from headrace.recipe import RecipeCode
 
 if TYPE_CHECKING:
@@ -41,13 +41,16 @@ IGNORED = -100  # cross_entropy's label without loss
 def prepare_model(settings: Settings, code: RecipeCode, *, cache_directory: Path, progress: Progress) -> Path:
     """The directory (or hub name) of the model to start from.
 
-    `model.path` where it is given. Else a model from scratch after `warm_start.num_updates` supervised updates, from the cache
-    or made now and cached. The cache entry is written whole or not at all; several processes may prepare the same one.
+    `model.path` where it is given, or what `model.prepare` returns. Else a model from scratch after `warm_start.num_updates`
+    supervised updates, from the cache or made now and cached. The cache entry is written whole or not at all; several processes may prepare the same one.
     `progress(what, fraction)` is called while work is done. Raises ModelError for a model that cannot be built and RecipeError
     for demonstrations that are not what they should be.
     """
     if settings.model.path is not None:
         return Path(settings.model.path)
+    if settings.model.prepare is not None:
+        progress(f"preparing the model ({settings.model.prepare})", 0.0)
+        return _prepared(code, settings.model.prepare, cache_directory)
     target = cache_directory / f"model-{cache_key(settings, code)[:24]}"
     if not target.is_dir():
         part = cache_directory / f"{target.name}.{uuid.uuid4().hex}.part"
@@ -57,6 +60,20 @@ def prepare_model(settings: Settings, code: RecipeCode, *, cache_directory: Path
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return target
+
+
+def _prepared(code: RecipeCode, reference: str, cache_directory: Path) -> Path:
+    """What the recipe's own function returns. It is the user's code: its errors say where it is."""
+    function = code.resolve(reference)
+    try:
+        made = function(cache_directory)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{code.path}: '{reference}' raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, str | Path) or not Path(made).is_dir():
+        raise RecipeError(f"{code.path}: '{reference}' returned {made!r:.120}, which is no directory.", remedy="Return the directory of a Hugging Face model.")
+    return Path(made)
 
 
 def cache_key(settings: Settings, code: RecipeCode) -> str:
@@ -70,7 +87,7 @@ def cache_key(settings: Settings, code: RecipeCode) -> str:
         parameters = inspect.signature(code.resolve(reference)).parameters
         recipe = RecipeCode(code.path, {key: value for key, value in code.options.items() if key in parameters}).digest()
     relevant = {
-        "model": settings.model.model_dump(mode="json", exclude={"path", "device", "sampler_device"}),
+        "model": settings.model.model_dump(mode="json", exclude={"path", "prepare", "device", "sampler_device", "lora_rank", "lora_alpha", "lora_targets"}),
         "warm_start": settings.warm_start.model_dump(mode="json"),
         "recipe": recipe,
         "headrace": headrace.__version__,

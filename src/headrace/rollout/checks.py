@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from headrace.rollout.user_call import UserCallError, describe_exception, shorten
-from headrace.types import Completion, EndReason, Observation
+from headrace.types import Completion, EndReason, Observation, Task
 
 _LOWEST_LOGPROB = -3.0e38  # trajectories store float32
 
@@ -26,12 +27,44 @@ def checked_observation(observation: object, source: str) -> Observation:
         raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned {shown_value(observation)} where an Observation belongs")
     if not isinstance(observation.text, str):
         raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose text is {shown_value(observation.text)}")
+    if observation.messages != () and (wrong := wrong_messages(observation.messages)):
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose messages are {wrong}")
+    if observation.messages and observation.text:
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation with a text and messages: give one of the two")
     key = _as_float(observation.key)
     if key is None or not math.isfinite(key) or key < 0:
         raise RolloutEnded(
             EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose key is {shown_value(observation.key)}: use True, False or a weight >= 0"
         )
     return observation if type(observation.key) is float else dataclasses.replace(observation, key=key)
+
+
+def first_observation(task: Task) -> Observation:
+    """What a one-step task shows: its `prompt` (a text) or `messages` (a chat). Raises RolloutEnded."""
+    prompt, messages = task.data.get("prompt"), task.data.get("messages")
+    wrong = None
+    if prompt is None and messages is None:
+        wrong = "has no 'prompt' and no 'messages': one-step tasks need one of them in their data"
+    elif prompt is not None and messages is not None:
+        wrong = "has a 'prompt' and 'messages': give one of the two"
+    elif messages is not None:
+        problem = wrong_messages(messages)
+        wrong = f"has 'messages' that are {problem}" if problem else None
+    elif not isinstance(prompt, str):
+        wrong = f"has a 'prompt' that is a {type(prompt).__name__}, not a text"
+    if wrong is not None:
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"task '{task.id}' {wrong}")
+    return Observation(text=prompt) if isinstance(prompt, str) else Observation(messages=tuple(messages or ()))
+
+
+def wrong_messages(messages: object) -> str | None:
+    """What is wrong with a chat's messages; None: nothing."""
+    if not isinstance(messages, list | tuple) or not messages:
+        return f"{shown_value(messages)}, not a list of messages"
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return f"not all messages: {shown_value(message)} lacks a role or a content that is a text"
+    return None
 
 
 def checked_reward(reward: object, source: str) -> float:

@@ -27,7 +27,15 @@ from headrace import clock
 from headrace.config import RolloutSettings
 from headrace.errors import HeadraceError
 from headrace.roles import Environment, Sampler, Tokenizer
-from headrace.rollout.checks import RolloutEnded, broken_completion, checked_observation, checked_reward, shown_value, text_of
+from headrace.rollout.checks import (
+    RolloutEnded,
+    broken_completion,
+    checked_observation,
+    checked_reward,
+    first_observation,
+    shown_value,
+    text_of,
+)
 from headrace.rollout.render import read_action, render_observation
 from headrace.rollout.user_call import describe_exception
 from headrace.types import (
@@ -186,6 +194,7 @@ class _Rollout:
         self._steps: list[_Step] = []
         self._graded = 0.0
         self._last_text = ""
+        self._chats = False
         self.discarded_tokens = 0
 
     async def run(self) -> EndReason:
@@ -223,11 +232,8 @@ class _Rollout:
     # One-step tasks
 
     async def _answer_once(self) -> EndReason:
-        prompt = self._request.task.data.get("prompt")
-        if not isinstance(prompt, str):
-            found = "has no 'prompt'" if prompt is None else f"has a 'prompt' that is a {type(prompt).__name__}, not a text"
-            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"task '{self._request.task.id}' {found}: one-step tasks need it in their data")
-        action = await self._act(self._render(Observation(text=prompt)), key_weight=0.0, last=True)
+        observation = first_observation(self._request.task)
+        action = await self._act(self._render(observation), key_weight=0.0, last=True)
         if self._out_of_time():
             return EndReason.MAX_SECONDS
         return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
@@ -304,10 +310,19 @@ class _Rollout:
     # Both
 
     def _render(self, observation: Observation) -> list[int]:
+        chats = bool(observation.messages)
+        if chats != self._chats and self._tokens:
+            text = f"the rollout began with {'messages' if self._chats else 'a text'} and goes on with {'messages' if chats else 'a text'}: use one of the two"
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text)
+        self._chats = chats
         try:
-            return render_observation(self._tokenizer, observation, first=not self._tokens)
+            stop_tokens = self._request.sampling.stop_tokens
+            return render_observation(self._tokenizer, observation, first=not self._tokens, context=self._tokens, stop_tokens=stop_tokens)
+        except HeadraceError as error:
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, str(error)) from error
         except Exception as error:
-            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown_value(observation.text)}: {describe_exception(error)}") from error
+            shown = shown_value(list(observation.messages) if chats else observation.text)
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown}: {describe_exception(error)}") from error
 
     async def _act(self, shown: list[int], *, key_weight: float, last: bool) -> Action:
         """Appends the observation's tokens and the action sampled for them."""

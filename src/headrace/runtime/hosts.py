@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from headrace.config import Settings
 from headrace.errors import HeadraceError
 from headrace.recipe import RecipeCode
+from headrace.roles import WeightReader
 from headrace.runtime.processes import Failed, Hello, as_headrace_error
 from headrace.runtime.wire import AsyncWire, BlockingWire
+from headrace.types import AdapterLayout
 
 if TYPE_CHECKING:
     from headrace.sampler.transformers_sampler import TransformersSampler
@@ -27,7 +29,9 @@ REPORT_SECONDS = 0.01
 
 def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, cache_directory: Path) -> None:
     """Makes or finds the model to start from; says hello with its directory. Progress goes ahead of it as (what, fraction)."""
+    from headrace.learner.lora import adapter_layout
     from headrace.learner.warm_start import prepare_model
+    from headrace.weights.adapters import adapter_bytes
     from headrace.weights.shared_memory import parameter_bytes
 
     wire = BlockingWire(end)
@@ -35,7 +39,9 @@ def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, c
     directory = prepare_model(settings, code, cache_directory=cache_directory, progress=lambda what, fraction: wire.send((what, fraction)))
     if not directory.is_dir():
         directory = _download(str(directory))
-    wire.send({"directory": directory, "parameter_bytes": parameter_bytes(directory)})
+    adapters = adapter_layout(str(directory), settings)
+    num_bytes = parameter_bytes(directory) if adapters is None else adapter_bytes(adapters)
+    wire.send({"directory": directory, "parameter_bytes": num_bytes, "adapters": adapters})
     wire.receive()
 
 
@@ -62,11 +68,11 @@ def host_learner(end: socket.socket, model: Path, settings: Settings, channel: A
         shutdown_ranks()
 
 
-def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, code: RecipeCode, channel: Any) -> None:
+def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, code: RecipeCode, channel: Any, adapters: AdapterLayout | None = None) -> None:
     """One rollout worker: takes requests and announcements, sends reports."""
     from headrace.rollout.worker import RolloutWorkerCore
 
-    sampler, tokenizer = _make_sampler(model, settings, channel)
+    sampler, tokenizer = _make_sampler(model, settings, channel, adapters)
     started = time.perf_counter()
     capacity, saturated = sampler.measure_capacity()
     facts = {
@@ -98,11 +104,11 @@ def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, 
     _serve(serve())
 
 
-def host_evaluator(end: socket.socket, model: Path, settings: Settings, code: RecipeCode, channel: Any | None) -> None:
+def host_evaluator(end: socket.socket, model: Path, settings: Settings, code: RecipeCode, channel: Any | None, adapters: AdapterLayout | None = None) -> None:
     """Evaluates on its own copy of one version: answers (version, requests, tasks) with an EvaluationRecord."""
     from headrace.rollout.evaluation import EvaluatorCore
 
-    sampler, tokenizer = _make_sampler(model, settings, channel)
+    sampler, tokenizer = _make_sampler(model, settings, channel, adapters)
 
     async def serve() -> None:
         wire = await AsyncWire.open(end)
@@ -142,11 +148,16 @@ def _serve(main: Any) -> None:
         raise EOFError from None
 
 
-def _make_sampler(model: Path, settings: Settings, channel: Any | None) -> tuple[TransformersSampler, Any]:
+def _make_sampler(model: Path, settings: Settings, channel: Any | None, adapters: AdapterLayout | None) -> tuple[TransformersSampler, Any]:
     from transformers import AutoTokenizer
 
     from headrace.sampler.transformers_sampler import TransformersSampler
+    from headrace.weights.adapters import AdapterReader
     from headrace.weights.shared_memory import SharedMemoryReader
+
+    weights: WeightReader | None = None if channel is None else SharedMemoryReader(channel)
+    if weights is not None and adapters is not None:
+        weights = AdapterReader(weights, adapters)
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     sampler = TransformersSampler(
@@ -155,7 +166,7 @@ def _make_sampler(model: Path, settings: Settings, channel: Any | None) -> tuple
         max_context_tokens=settings.rollout.max_tokens,
         device=settings.model.sampler_device or settings.model.device,
         dtype=settings.model.dtype,
-        weights=None if channel is None else SharedMemoryReader(channel),
+        weights=weights,
         tokenizer=tokenizer,
     )
     return sampler, tokenizer
