@@ -101,9 +101,8 @@ def main() -> None:
     updates = -(-arguments.rollouts // batch)
     every = max(1, updates // 8)
     resolved = load_settings(arguments.recipe, [*base, f"run.num_updates={updates}", f"evaluation.every_updates={every}", f"checkpoint.every_updates={every}"])
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {datetime.now(UTC):%Y-%m-%d}: {' '.join(sys.argv)}"
-    )
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print(f"{machine}, {datetime.now(UTC):%Y-%m-%d}: {' '.join(sys.argv)}", flush=True)
     probe = Probe()
     with tempfile.TemporaryDirectory(prefix="headrace-flat-") as directory:
         outcome = asyncio.run(run_local(resolved, Path(directory) / "run", subscribers=[probe]))
