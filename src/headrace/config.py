@@ -153,7 +153,9 @@ class RolloutSettings(Section):
     top_k: int = Field(0, description="Refused in training unless 0: the kept sets are not recorded.", ge=0)
     top_p: float = Field(1.0, description="Refused in training unless 1: the kept sets are not recorded.", gt=0, le=1)
     stop_strings: list[str] = Field(default_factory=list, description="Texts that end an action.")
-    stop_at_end_token: bool = Field(True, description="The tokenizer's end token ends an action.")
+    stop_at_end_token: bool = Field(
+        True, description="The tokenizer's end token ends an action, and so does the one with which its chat template ends an answer."
+    )
     max_attempts: int = Field(2, description="Attempts at one member before it counts as failed.", ge=1, le=10)
     num_user_processes: int = Field(1, description="Processes a worker for the recipe's Python that is not async.", ge=1, le=64)
 

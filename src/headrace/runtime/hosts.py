@@ -70,6 +70,7 @@ def host_learner(end: socket.socket, model: Path, settings: Settings, channel: A
 
 def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, code: RecipeCode, channel: Any, adapters: AdapterLayout | None = None) -> None:
     """One rollout worker: takes requests and announcements, sends reports."""
+    from headrace.rollout.render import end_tokens, has_chat_template
     from headrace.rollout.worker import RolloutWorkerCore
 
     sampler, tokenizer = _make_sampler(model, settings, channel, adapters)
@@ -78,7 +79,8 @@ def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, 
     facts = {
         "capacity": capacity,
         "saturated_tokens_per_second": saturated,
-        "end_token": tokenizer.eos_token_id,
+        "end_tokens": end_tokens(tokenizer),
+        "has_chat_template": has_chat_template(tokenizer),
         "calibration_seconds": time.perf_counter() - started,
     }
 
@@ -107,13 +109,14 @@ def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, 
 def host_evaluator(end: socket.socket, model: Path, settings: Settings, code: RecipeCode, channel: Any | None, adapters: AdapterLayout | None = None) -> None:
     """Evaluates on its own copy of one version: answers (version, requests, tasks) with an EvaluationRecord."""
     from headrace.rollout.evaluation import EvaluatorCore
+    from headrace.rollout.render import end_tokens, has_chat_template
 
     sampler, tokenizer = _make_sampler(model, settings, channel, adapters)
 
     async def serve() -> None:
         wire = await AsyncWire.open(end)
         evaluator = EvaluatorCore(sampler=sampler, code=code, settings=settings, tokenizer=tokenizer)
-        await wire.send(Hello(facts={"end_token": tokenizer.eos_token_id}))
+        await wire.send(Hello(facts={"end_tokens": end_tokens(tokenizer), "has_chat_template": has_chat_template(tokenizer)}))
 
         async def answer() -> None:
             while True:

@@ -27,11 +27,22 @@ from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
-from headrace.runtime.preflight import read_recipe
+from headrace.runtime.preflight import check_chats, read_recipe
 from headrace.runtime.processes import RoleProcess
 from headrace.runtime.run_directory import RunDirectory
 from headrace.tasks.source import ListTaskSource
-from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Selection, Task, UpdateResult, WeightUpdate, WorkerReport
+from headrace.types import (
+    AdapterLayout,
+    PolicyVersion,
+    RolloutKey,
+    RolloutRequest,
+    SamplingParameters,
+    Selection,
+    Task,
+    UpdateResult,
+    WeightUpdate,
+    WorkerReport,
+)
 from headrace.weights.channel import SharedMemoryChannel
 
 EventSubscriber = Callable[[dict[str, Any]], None]
@@ -166,7 +177,8 @@ async def run_local(
         status, error, version, has_started = "failed", None, PolicyVersion(0, 0), False
         try:
             roles = await stack.enter_async_context(_roles(settings, code, progress, evaluate))
-            sampling, evaluation_sampling = sampling_parameters(settings, roles.end_token)
+            check_chats([*training, *tasks], roles.has_chat_template)
+            sampling, evaluation_sampling = sampling_parameters(settings, roles.end_tokens)
             startup_seconds = time.perf_counter() - started
             log.emit(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
             has_started = True
@@ -204,7 +216,8 @@ async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progre
     evaluator = RoleProcess("evaluator", hosts.host_evaluator, (checkpoint, settings, code, None), core=None)
     try:
         hello = await _limited_hello(evaluator, settings)
-        _, sampling = sampling_parameters(settings, hello["end_token"])
+        check_chats(tasks, hello["has_chat_template"])
+        _, sampling = sampling_parameters(settings, hello["end_tokens"])
         requests = evaluation_requests(settings, tasks, sampling)
         started = time.perf_counter()
         async with asyncio.timeout(settings.limits.evaluate_seconds):
@@ -219,7 +232,8 @@ class _LocalRoles:
     workers: Sequence[LocalWorker]
     learner: LocalLearner
     evaluator: LocalEvaluator | None
-    end_token: int | None
+    end_tokens: tuple[int, ...]
+    has_chat_template: bool
     devices: list[dict[str, Any]]
 
 
@@ -229,7 +243,7 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
     processes: list[RoleProcess] = []
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as meeting_place:
         try:
-            model, parameter_bytes = await _prepare(settings, code, progress)
+            model, parameter_bytes, adapters = await _prepare(settings, code, progress)
             channel = SharedMemoryChannel(parameter_bytes)
             layout = CoreLayout.of(settings)
             address = f"file://{meeting_place}/ranks"
@@ -239,11 +253,11 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
             ]
             processes += ranks
             workers = [
-                RoleProcess(f"sampler-{index}", hosts.host_worker, (f"sampler-{index}", model, settings, code, channel), core=layout.sampler(index))
+                RoleProcess(f"sampler-{index}", hosts.host_worker, (f"sampler-{index}", model, settings, code, channel, adapters), core=layout.sampler(index))
                 for index in range(settings.run.num_samplers)
             ]
             processes += workers
-            evaluators = [RoleProcess("evaluator", hosts.host_evaluator, (model, settings, code, channel), core=None)] if evaluate else []
+            evaluators = [RoleProcess("evaluator", hosts.host_evaluator, (model, settings, code, channel, adapters), core=None)] if evaluate else []
             processes += evaluators
             progress("starting samplers and learner", 0.0)
             facts = await _hellos(processes, settings)
@@ -252,22 +266,23 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
                 workers=[LocalWorker(process) for process in workers],
                 learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
                 evaluator=LocalEvaluator(evaluators[0]) if evaluators else None,
-                end_token=facts[workers[0].name]["end_token"],
+                end_tokens=facts[workers[0].name]["end_tokens"],
+                has_chat_template=facts[workers[0].name]["has_chat_template"],
                 devices=_devices(settings, facts),
             )
         finally:
             await _stop_all(processes, settings.limits.stop_seconds)
 
 
-async def _prepare(settings: Settings, code: RecipeCode, progress: StartupProgress) -> tuple[Path, int]:
-    """The model directory to start from, made in a process of its own, and the bytes of its parameters."""
+async def _prepare(settings: Settings, code: RecipeCode, progress: StartupProgress) -> tuple[Path, int, AdapterLayout | None]:
+    """The model directory to start from, made in a process of its own; the bytes of an update, and the adapters if only they are trained."""
     progress("loading torch and transformers", 0.0)
     preparation = RoleProcess("preparation", hosts.host_preparation, (settings, code, cache_directory()), core=None)
     try:
         await _limited_hello(preparation, settings)
         while isinstance(message := await preparation.receive(), tuple):
             progress(*message)
-        return message["directory"], message["parameter_bytes"]
+        return message["directory"], message["parameter_bytes"], message["adapters"]
     finally:
         await preparation.stop(settings.limits.stop_seconds)
 
@@ -308,10 +323,10 @@ def cache_directory() -> Path:
     return path
 
 
-def sampling_parameters(settings: Settings, end_token: int | None) -> tuple[SamplingParameters, SamplingParameters]:
+def sampling_parameters(settings: Settings, end_tokens: tuple[int, ...]) -> tuple[SamplingParameters, SamplingParameters]:
     """(training, evaluation)"""
     rollout, evaluation = settings.rollout, settings.evaluation
-    stop_tokens = (end_token,) if rollout.stop_at_end_token and end_token is not None else ()
+    stop_tokens = end_tokens if rollout.stop_at_end_token else ()
     training = SamplingParameters(
         temperature=rollout.temperature, max_action_tokens=rollout.max_action_tokens, stop_tokens=stop_tokens, stop_strings=tuple(rollout.stop_strings)
     )

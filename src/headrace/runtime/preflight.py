@@ -71,6 +71,16 @@ def check_prompts(settings: Settings, code: RecipeCode, tasks: Sequence[Task]) -
         )
 
 
+def check_chats(tasks: Sequence[Task], has_chat_template: bool) -> None:
+    """Raises RecipeError for tasks with messages when the model's tokenizer cannot render them."""
+    chats = [] if has_chat_template else [task for task in tasks if "messages" in task.data and "prompt" not in task.data]
+    if chats:
+        raise RecipeError(
+            f"{_named(chats)} 'messages', but the model's tokenizer has no chat template.",
+            remedy="Use 'prompt', or a model with a template (chat_template.jinja beside its tokenizer): instruction-tuned ones have one.",
+        )
+
+
 def _named(tasks: Sequence[Task]) -> str:
     names = ", ".join(f"'{task.id}'" for task in tasks[:_NUM_NAMED])
     more = f" and {len(tasks) - _NUM_NAMED} more" if len(tasks) > _NUM_NAMED else ""
