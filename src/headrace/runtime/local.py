@@ -28,7 +28,7 @@ from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.preflight import check_chats, read_recipe
-from headrace.runtime.processes import RoleProcess
+from headrace.runtime.processes import RoleProcess, refuse_start_while_importing
 from headrace.runtime.run_directory import RunDirectory
 from headrace.tasks.source import ListTaskSource
 from headrace.types import (
@@ -164,6 +164,7 @@ async def run_local(
     The run directory must be new or empty; it holds everything that explains the run. A run that ends before its first event, because
     it cannot start, leaves none.
     """
+    refuse_start_while_importing()
     started = time.perf_counter()
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
@@ -209,6 +210,7 @@ async def run_local(
 
 async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
     """Evaluates a checkpoint (a Hugging Face directory) on the recipe's evaluation tasks."""
+    refuse_start_while_importing()
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
     _, tasks = await read_recipe(settings, code)

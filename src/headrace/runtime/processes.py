@@ -62,6 +62,12 @@ def context() -> multiprocessing.context.ForkServerContext:
     return result
 
 
+def refuse_start_while_importing() -> None:
+    """Role processes import the program's script again. Raises HeadraceError where that import would start the next run."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise HeadraceError("A role process imports this script again and would start another run.", remedy="Put the call under `if __name__ == '__main__':`.")
+
+
 def end_forkserver() -> None:
     """Ends the forkserver and waits for it, for commands that leave nothing behind (I13); it would end by itself soon after us."""
     from multiprocessing import forkserver
