@@ -322,7 +322,8 @@ class _Rollout:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, str(error)) from error
         except Exception as error:
             shown = shown_value(list(observation.messages) if chats else observation.text)
-            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown}: {describe_exception(error)}") from error
+            hint = "" if chats else " (a model from scratch knows only model.characters)"
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown}{hint}: {describe_exception(error)}") from error
 
     async def _act(self, shown: list[int], *, key_weight: float, last: bool) -> Action:
         """Appends the observation's tokens and the action sampled for them."""
