@@ -42,6 +42,8 @@ from headrace.types import (
 )
 
 _WATCHDOG_SECONDS = 10.0
+_FAILED_GROUPS = 4
+"""Failures in a row end a run only when they come from so many groups: one bad task with a large group must not (case 4)."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Conductor:
         self._changed = asyncio.Condition()
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
         self._failed_in_a_row = 0
+        self._failed_groups: set[int] = set()
         self._empty_in_a_row = 0
         self._refused_in_a_row = 0
 
@@ -212,12 +215,14 @@ class Conductor:
         self.events.emit(ev.RolloutFinished.of(summary, role=state.worker.name))
         if not summary.failed:
             self._failed_in_a_row = 0
+            self._failed_groups.clear()
             return
         self.events.emit(ev.RolloutFailed.of(summary, role=state.worker.name, retried=result.retry is not None))
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self.settings.run.max_failed_rollouts_in_a_row:
+        self._failed_groups.add(summary.key.group_id)
+        if self._failed_in_a_row >= self.settings.run.max_failed_rollouts_in_a_row and len(self._failed_groups) >= _FAILED_GROUPS:
             raise NoProgressError(
-                f"{self._failed_in_a_row} rollouts in a row failed; the last was task '{summary.task_id}': {summary.end_reason}: {summary.error}",
+                f"{self._failed_in_a_row} rollouts in a row failed; the last was task '{summary.task_id}': {summary.end_reason}: {summary.error}.",
                 remedy="Mend the environment or reward, or raise run.max_failed_rollouts_in_a_row.",
             )
         if result.retry is not None:
@@ -229,7 +234,10 @@ class Conductor:
         requests = evaluation_requests(self.settings, self.evaluation_tasks, self.evaluation_sampling)
         started = now()
         result = await self.waits.limited(
-            self.evaluator.evaluate(version, requests, self.evaluation_tasks), f"evaluation of version {version}", self.settings.limits.evaluate_seconds
+            self.evaluator.evaluate(version, requests, self.evaluation_tasks),
+            f"evaluation of version {version}",
+            self.settings.limits.evaluate_seconds,
+            "Lower evaluation.num_tasks or raise limits.evaluate_seconds; an evaluate function or environment that waits for ever does this too.",
         )
         self.pool.ledger.add_evaluation([finished.summary for finished in result.finished])
         self.events.emit(evaluated(self.settings, result, now() - started))

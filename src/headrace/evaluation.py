@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace import events as ev
 from headrace.config import Settings
-from headrace.errors import RecipeError
+from headrace.errors import NoProgressError, RecipeError
 from headrace.roles import EvaluationResult
 from headrace.types import RolloutKey, RolloutRequest, SamplingParameters, Task
 
@@ -22,8 +22,17 @@ def evaluation_requests(settings: Settings, tasks: Sequence[Task], sampling: Sam
 
 
 def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> ev.Evaluated:
-    """The event of one evaluation: the configured metric with its 95 % interval, and every other number beside it."""
+    """The event of one evaluation: the configured metric with its 95 % interval, and every other number beside it.
+
+    Failed rollouts have no reward: they are counted beside the mean. Raises NoProgressError when there is no other.
+    """
     rewards = [finished.summary.reward for finished in result.finished if not finished.summary.failed]
+    failed = [finished.summary for finished in result.finished if finished.summary.failed]
+    first = f"task '{failed[0].task_id}': {failed[0].end_reason}: {failed[0].error}" if failed else None
+    if failed and not rewards:
+        raise NoProgressError(
+            f"All {len(failed)} rollouts of an evaluation failed; the first was {first}.", remedy="Mend the environment, the reward or the tasks: see the error."
+        )
     metrics = dict(result.metrics)
     mean, half_width = mean_with_interval(rewards)
     if rewards:
@@ -38,7 +47,7 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
         mean, half_width = metrics[metric], result.half_widths.get(metric, 0.0)
     return ev.Evaluated(
         role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
-        num_rollouts=len(rewards), metrics=metrics, seconds=seconds,
+        num_rollouts=len(rewards), metrics=metrics, seconds=seconds, num_failed=len(failed), failure=first,
     )  # fmt: skip
 
 

@@ -183,8 +183,12 @@ class Evaluated(Event):
     mean: float
     interval95: list[float]
     num_rollouts: int
+    """Without the failed ones, which have no reward."""
     metrics: dict[str, float]
     seconds: float
+    num_failed: int = 0
+    failure: str | None = None
+    """Task and error of the first failed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

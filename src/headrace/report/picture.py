@@ -13,6 +13,7 @@ Line = Mapping[str, Any]
 
 _CHART_ROWS = 11  # odd: the middle label is the middle
 _BAR_COLUMNS = 24
+_FAILURES = 5
 
 
 def end_picture(events: Sequence[Line], run_directory: Path, *, width: int = 100) -> str:
@@ -72,6 +73,10 @@ def _headline(summary: Mapping[str, Any]) -> str:
     trajectories = (summary["ledger"] or {}).get("trajectories")
     if trajectories:
         lines.append(f"trajectories {_counts(trajectories)}")
+    for one in summary["failures"][:_FAILURES]:
+        lines.append(f"failed       task {one['task']}, {one['rollouts']} rollouts: {one['reason']}: {one['error']}"[:240])
+    if len(summary["failures"]) > _FAILURES:
+        lines.append(f"             and {len(summary['failures']) - _FAILURES} more tasks: rollout_failed in events.jsonl")
     return "\n".join(lines)
 
 

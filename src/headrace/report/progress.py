@@ -34,6 +34,7 @@ class ProgressView:
         self._version = 0
         self._reward: float | None = None
         self._evaluation: float | None = None
+        self._failures: set[tuple[str, str]] = set()
         self._staleness: float | None = None
         self._update_times: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES)
         self._tokens: deque[tuple[float, int]] = deque()
@@ -67,7 +68,10 @@ class ProgressView:
                 low, high = line["interval95"]
                 interval = f" (95 % interval {low:.3f} to {high:.3f})" if high > low else ""
                 self._print(f"evaluation of version {line['version']}: {line['mean']:.3f}{interval}, {line['seconds']:.1f} s")
-            case "rollout_failed" if not line["retried"]:
+                if line.get("num_failed"):
+                    self._print(f"{line['num_failed']} of its rollouts failed, which leaves them out of the mean: {line['failure']}"[:500])
+            case "rollout_failed" if not line["retried"] and (line["task_id"], line["reason"]) not in self._failures:
+                self._failures.add((line["task_id"], line["reason"]))  # once a task: the end shows how often
                 self._print(f"task {line['task_id']} failed: {line['reason']}: {line['error']}"[:500])
             case "checkpoint_saved":
                 self._print(f"checkpoint {line['path']}")

@@ -9,6 +9,8 @@ from headrace.report.utilization import timed_windows, utilization
 
 Line = Mapping[str, Any]
 
+_MAX_FAILURES = 20
+
 
 def summarize(events: Iterable[Line]) -> dict[str, Any]:
     """Everything but `run_dir`. Values that the events do not (yet) hold are None, so a run of any phase can be summarized."""
@@ -38,7 +40,19 @@ def summarize(events: Iterable[Line]) -> dict[str, Any]:
         "utilization": utilization(lines, windows),
         "ledger": None if ledger is None else ledger["ledger"],
         "checkpoint": None if checkpoint is None else checkpoint["path"],
+        "failures": failures(lines),
     }
+
+
+def failures(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Tasks whose rollouts failed for good, most failures first: {task, reason, rollouts, error}, with the newest error of each."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in lines:
+        if line["event"] == "rollout_failed" and not line["retried"] and line["reason"] != "cancelled":
+            one = found.setdefault((line["task_id"], line["reason"]), {"task": line["task_id"], "reason": line["reason"], "rollouts": 0})
+            one["rollouts"] += 1
+            one["error"] = line["error"]
+    return sorted(found.values(), key=lambda one: -one["rollouts"])[:_MAX_FAILURES]
 
 
 def staleness(updated: Iterable[Line]) -> dict[str, Any]:

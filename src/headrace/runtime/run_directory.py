@@ -75,6 +75,9 @@ def refuse_used(path: Path, shown: str | None = None) -> None:
     """Raises ConfigError for a file, or for a directory that is not empty, saying what lies there."""
     try:
         if not path.exists() and not path.is_symlink():
+            above = next(parent for parent in path.parents if parent.exists())
+            if not above.is_dir():
+                raise _refused(path, f"cannot be made: '{above}' is not a directory", shown)
             return
         if not path.is_dir():
             raise _refused(path, "is not a directory", shown)

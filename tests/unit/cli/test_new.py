@@ -52,7 +52,7 @@ def test_a_new_tasks_own_tests_pass_and_bite(here: Path, kind: str) -> None:
     fine = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert fine.returncode == 0, fine.stdout
     task = Path("my_task/task.py")
-    task.write_text(task.read_text().replace("1.0 / self.num_guesses", "0.5").replace("right / max", "0.5 * right / max"))
+    task.write_text(task.read_text().replace("Outcome(None, 1.0", "Outcome(None, 0.5").replace("right / max", "0.5 * right / max"))
     wrong = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert wrong.returncode == 1, wrong.stdout
 

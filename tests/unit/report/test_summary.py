@@ -140,6 +140,7 @@ def test_summary_has_the_agreed_keys_and_values() -> None:
         "recipe": "door", "runtime": "local", "mode": "async", "placement": "split", "seed": 3, "num_updates": 2, "planned_updates": 10, "lineage": 0,
         "startup_seconds": 2.5, "wall_seconds": 10.0, "tokens_per_second": 100.0, "ledger": {"closes": True},
         "checkpoint": "runs/x/checkpoints/update_000002",
+        "failures": [],
     }  # fmt: skip
 
 
