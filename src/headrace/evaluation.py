@@ -33,6 +33,13 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
         raise NoProgressError(
             f"All {len(failed)} rollouts of an evaluation failed; the first was {first}.", remedy="Mend the environment, the reward or the tasks: see the error."
         )
+    failed = [finished.summary for finished in result.finished if finished.summary.failed]
+    first = f"task '{failed[0].task_id}': {failed[0].end_reason}: {failed[0].error}" if failed else None
+    if failed and not rewards:
+        raise NoProgressError(
+            f"All {len(failed)} rollouts of an evaluation failed; the first was {first}.",
+            remedy="Mend the environment, the reward or the tasks: see the error.",
+        )
     metrics = dict(result.metrics)
     mean, half_width = mean_with_interval(rewards)
     if rewards:
