@@ -11,18 +11,18 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import headrace
 from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Placement, Settings
 from headrace.config_loading import ResolvedSettings
-from headrace.errors import HeadraceError, first_error
+from headrace.errors import HeadraceError, WaitTimeoutError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
@@ -47,6 +47,7 @@ from headrace.weights.channel import SharedMemoryChannel
 
 EventSubscriber = Callable[[dict[str, Any]], None]
 StartupProgress = Callable[[str, float], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +283,7 @@ async def _prepare(settings: Settings, code: RecipeCode, progress: StartupProgre
     preparation = RoleProcess("preparation", hosts.host_preparation, (settings, code, cache_directory()), core=None)
     try:
         await _limited_hello(preparation, settings)
-        while isinstance(message := await preparation.receive(), tuple):
+        while isinstance(message := await _limited(preparation.receive(), "preparation said nothing", settings), tuple):
             progress(*message)
         return message["directory"], message["parameter_bytes"], message["adapters"]
     finally:
@@ -300,13 +301,17 @@ async def _hellos(processes: Sequence[RoleProcess], settings: Settings) -> dict[
 
 
 async def _limited_hello(process: RoleProcess, settings: Settings) -> dict[str, Any]:
+    return await _limited(process.hello(), f"{process.name} did not start", settings)
+
+
+async def _limited(awaitable: Awaitable[T], what_failed: str, settings: Settings) -> T:
+    limit = settings.limits.startup_seconds
     try:
-        async with asyncio.timeout(settings.limits.startup_seconds):
-            return await process.hello()
+        async with asyncio.timeout(limit):
+            return await awaitable
     except TimeoutError:
-        raise HeadraceError(
-            f"{process.name} did not start in {settings.limits.startup_seconds:g} s.",
-            remedy="'headrace doctor' looks for the cause; limits.startup_seconds is the limit.",
+        raise WaitTimeoutError(
+            f"{what_failed} within {limit:g} s.", remedy="'headrace doctor' looks for the cause; limits.startup_seconds is the limit."
         ) from None
 
 
