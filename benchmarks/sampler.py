@@ -26,6 +26,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, StaticCache
 
 from headrace.config import SamplerSettings
@@ -47,14 +48,14 @@ class NoTokenizer:
         raise NotImplementedError
 
 
-def save_model(directory: Path) -> None:
+def save_model(directory: Path, width: int = 64, layers: int = 2) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=192,
+        intermediate_size=3 * width,
         vocab_size=VOCABULARY,
         max_position_embeddings=CONTEXT,
     )
@@ -210,14 +211,17 @@ def row(what: str, against: str, ours: Sequence[float], theirs: Sequence[float])
     )
 
 
+def header() -> None:
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    print(f"{datetime.date.today()} · {machine} · torch {torch.__version__} · transformers {transformers.__version__} · {' '.join(sys.argv)}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
-    print(
-        f"{datetime.date.today()} · {platform.processor() or platform.machine()}, {os.cpu_count()} cores · torch {torch.__version__} · {' '.join(sys.argv)}\n"
-    )
+    header()
     print("| what | sampler | against | value | ratio, median (range) |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

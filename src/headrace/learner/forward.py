@@ -5,12 +5,17 @@ Shapes: _RT input tokens, right-padded; _N chosen positions; _V vocabulary.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from headrace.learner.batch import MicroBatch
+
+_NOTING = "headrace_noting"
+_soft_caps: ContextVar[list[float]] = ContextVar("soft_caps")
 
 
 class Scores(NamedTuple):
@@ -34,6 +39,7 @@ class SelectiveForward:
     def __init__(self, model: Any) -> None:
         self.model = model
         model.eval()
+        use_exact_attention(model)
         self._hidden_N: Tensor | None = None
         head = model.get_output_embeddings()
         self._selects = False
@@ -84,3 +90,31 @@ class SelectiveForward:
         except (RuntimeError, IndexError, TypeError):  # the architecture looks at the shape after the head
             return False
         return chosen_NV.shape == full_NV.shape and torch.allclose(chosen_NV, full_NV, rtol=1e-4, atol=1e-4)
+
+
+def use_exact_attention(model: Any) -> None:
+    """Eager attention for a model that caps its attention scores: torch's fused attention cannot, and transformers before 5.24 let it
+    leave the cap out in silence."""
+    if model.config._attn_implementation != "sdpa":
+        return
+    caps: list[float] = []
+    token = _soft_caps.set(caps)
+    model.set_attn_implementation(_NOTING)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device), use_cache=False)
+    finally:
+        _soft_caps.reset(token)
+        model.set_attn_implementation("eager" if caps else "sdpa")
+
+
+def _noting_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, softcap: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Stands in for attention during one forward: notes a soft cap, computes nothing."""
+    if softcap is not None:
+        _soft_caps.get().append(softcap)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(_NOTING, _noting_attention)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,21 +32,39 @@ _SMALLEST_WINDOW = 128
 """Rows whose context is within it are never kept apart: short contexts cost less than one more group."""
 
 
+class LayerShape(NamedTuple):
+    """What one layer stores a token, and how many query heads read it."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    query_heads: int
+
+    @property
+    def repeats(self) -> int:
+        """Query heads to each key-value head."""
+        return self.query_heads // self.num_heads
+
+
 @dataclass(slots=True)
 class RowGroup:
-    """Rows attended together: packed tokens [first, last)."""
+    """Rows attended together: packed tokens [first, last). Numbers that vary from step to step are read from tensors' shapes, so
+    that a recorded step (recorded.py) holds for all of them."""
 
     first: int
     last: int
     slots_R: torch.Tensor
-    num_rows: int
-    num_queries: int
-    num_keys: int
+    positions_RQ: torch.Tensor
+    keys_L: torch.Tensor
+    """0 to the longest context - 1."""
+    single: bool
+    """One query a row."""
+    fused: bool
+    """So many queries that torch's fused attention pays."""
     pad_RQ: torch.Tensor | None
     """[R * Q] packed token (from `first`) of each padded query; None when all rows have Q queries."""
     unpad_N: torch.Tensor | None
     """[last - first] padded query of each packed token."""
-    positions_RQ: torch.Tensor
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     """By sliding window: [R, 1, Q, L], 0 or -inf."""
     expanded: dict[tuple[int | None, int, int], torch.Tensor] = field(default_factory=dict)
@@ -54,30 +72,32 @@ class RowGroup:
     slot_heads: dict[int, torch.Tensor] = field(default_factory=dict)
     """By number of key-value heads: [R * K] rows of the cache seen as [slots * K, context * D]."""
 
+    @property
+    def num_queries(self) -> int:
+        return 1 if self.single else self.positions_RQ.shape[1]
+
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         if (mask := self.masks.get(sliding_window)) is None:
-            keys_L = torch.arange(self.num_keys, device=self.positions_RQ.device)
-            hidden = keys_L > self.positions_RQ[:, None, :, None]
+            hidden = self.keys_L > self.positions_RQ[:, None, :, None]
             if sliding_window is not None:
-                hidden |= keys_L <= self.positions_RQ[:, None, :, None] - sliding_window
-            mask = self.masks[sliding_window] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+                hidden |= self.keys_L <= self.positions_RQ[:, None, :, None] - sliding_window
+            mask = self.masks[sliding_window] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
         return mask
 
     def expanded_mask(self, sliding_window: int | None, dtype: torch.dtype, key_heads: int, repeats: int) -> torch.Tensor:
         key = (sliding_window, key_heads, repeats)
         if (mask := self.expanded.get(key)) is None:
-            shape = (self.num_rows, key_heads, repeats, self.num_queries, self.num_keys)
-            mask = self.mask(sliding_window, dtype)[:, :, None].expand(shape).reshape(self.num_rows * key_heads, repeats * self.num_queries, -1)
-            self.expanded[key] = mask
+            wide = self.mask(sliding_window, dtype)[:, :, None].expand(-1, key_heads, repeats, -1, -1)
+            mask = self.expanded[key] = wide.reshape(-1, repeats * self.num_queries, self.keys_L.shape[0])
         return mask
 
-    def gather(self, cached: torch.Tensor) -> torch.Tensor:
+    def gather(self, cached: torch.Tensor, heads: int, size: int) -> torch.Tensor:
         """[R * K, L, D] of this group's slots; one straight copy a row and head."""
-        slots, heads, context, size = cached.shape
         if (index := self.slot_heads.get(heads)) is None:
             index = self.slot_heads[heads] = (self.slots_R[:, None] * heads + torch.arange(heads, device=self.slots_R.device)).flatten()
-        flat = cached.view(slots * heads, context * size)[:, : self.num_keys * size]
-        return flat.index_select(0, index).view(-1, self.num_keys, size)
+        num_keys = self.keys_L.shape[0]
+        flat = cached.view(-1, cached.shape[2] * size)[:, : num_keys * size]
+        return flat.index_select(0, index).view(-1, num_keys, size)
 
 
 @dataclass(slots=True)
@@ -93,6 +113,8 @@ class BatchPlan:
     """Packed index of each row's last token, in the order in which the rows were given."""
     groups: list[RowGroup]
     num_tokens: int
+    layer: LayerShape | None = None
+    """Of the layer that wrote last: the one whose attention comes next."""
     writes: dict[int, torch.Tensor] = field(default_factory=dict)
     """By number of key-value heads: [N * K] row of the flat cache that each key goes to."""
 
@@ -105,11 +127,14 @@ class BatchPlan:
 
 
 current_plan: ContextVar[BatchPlan] = ContextVar("current_plan")
-recorded_windows: ContextVar[list[int | None]] = ContextVar("recorded_windows")
+told_to_attention: ContextVar[list[tuple[int, int | None]]] = ContextVar("told_to_attention")
+"""By layer, during one forward of RECORDING_NAME: (query heads, sliding window)."""
 
 
 def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
     """Packs rows: `new_tokens[r]` follow `starts[r]` tokens that slot `slots[r]` already holds."""
+    if max(starts) < _SMALLEST_WINDOW and max(map(len, new_tokens)) == 1:
+        return _decode_plan(new_tokens, starts, slots, device)
     lengths_R = np.fromiter(map(len, new_tokens), np.int64, len(new_tokens))
     starts_R, slots_R = np.array(starts, np.int64), np.array(slots, np.int64)
     members = _group_rows(lengths_R, starts_R)
@@ -130,6 +155,16 @@ def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots:
         groups.append(_make_group(position, lengths_R[rows], starts_R[rows], slots_R[rows], device))
         position = groups[-1].last
     return BatchPlan(packed_on_device[0:1], packed_on_device[1:2], packed_on_device[2], torch.from_numpy(last_R).to(device), groups, num_tokens)
+
+
+def _decode_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
+    """One new token a row and short contexts, the most frequent step by far: the same plan with less work."""
+    num_rows = len(starts)
+    packed = torch.from_numpy(np.array(([tokens[0] for tokens in new_tokens], starts, slots, range(num_rows)), np.int64)).to(device)
+    _, positions, slots_R, last_R = packed.unbind()
+    keys_L = torch.arange(max(starts) + 1, device=device)
+    group = RowGroup(0, num_rows, slots_R, positions[:, None], keys_L, single=True, fused=False, pad_RQ=None, unpad_N=None)
+    return BatchPlan(packed[0:1], packed[1:2], slots_R, last_R, [group], num_rows)
 
 
 def _group_rows(lengths_R: np.ndarray[Any, Any], starts_R: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -156,12 +191,12 @@ def _make_group(first: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[An
         first=first,
         last=first + int(lengths.sum()),
         slots_R=torch.from_numpy(slots).to(device),
-        num_rows=len(lengths),
-        num_queries=num_queries,
-        num_keys=int((lengths + starts).max()),
+        positions_RQ=torch.from_numpy(starts[:, None] + inside).to(device),
+        keys_L=torch.arange(int((lengths + starts).max()), device=device),
+        single=num_queries == 1,
+        fused=num_queries >= _FUSED_QUERIES,
         pad_RQ=pad,
         unpad_N=unpad,
-        positions_RQ=torch.from_numpy(starts[:, None] + inside).to(device),
     )
 
 
@@ -183,50 +218,61 @@ def slot_attention(
     if attention_mask is not None or kwargs.get("is_causal") is False:
         raise ModelError(f"{type(module).__name__} wants a mask of its own; the transformers sampler serves plain causal attention only.")
     plan = current_plan.get()
+    shape = plan.layer
+    if shape is None:
+        raise ModelError(f"{type(module).__name__} attends without a KV cache.")
     if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+        scaling = shape.key_size**-0.5
     query_NHD = query[0].transpose(0, 1)
-    parts = [_attend(group, query_NHD[group.first : group.last], key, value, scaling, sliding_window, softcap) for group in plan.groups]
-    output = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(plan.groups) == 1:
+        output = _attend(plan.groups[0], query_NHD, key, value, shape, scaling, sliding_window, softcap)
+    else:
+        groups = plan.groups
+        output = torch.cat([_attend(group, query_NHD[group.first : group.last], key, value, shape, scaling, sliding_window, softcap) for group in groups])
     return output[None], None
 
 
 def recording_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, sliding_window: int | None = None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stands in for attention during one forward: notes the sliding window that each layer tells, computes nothing."""
-    recorded_windows.get().append(sliding_window)
+    """Stands in for attention during one forward: notes what each layer tells it, computes nothing."""
+    told_to_attention.get().append((query.shape[1], sliding_window))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 def _attend(
-    group: RowGroup, query_NHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+    group: RowGroup,
+    query_NHD: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: LayerShape,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """[tokens of the group, H, D]"""
-    _, num_heads, head_size = query_NHD.shape
-    keys, values = group.gather(key), group.gather(value)
-    key_heads = key.shape[1]
-    rows, queries, repeats = group.num_rows, group.num_queries, num_heads // key_heads
+    key_heads, repeats, queries = shape.num_heads, shape.repeats, group.num_queries
+    keys, values = group.gather(key, key_heads, shape.key_size), group.gather(value, key_heads, shape.value_size)
     padded = query_NHD if group.pad_RQ is None else query_NHD.index_select(0, group.pad_RQ)
-    if queries >= _FUSED_QUERIES and softcap is None:
-        query_RHQD = padded.reshape(rows, queries, num_heads, head_size).transpose(1, 2)
-        keys, values = keys.view(rows, key_heads, *keys.shape[1:]), values.view(rows, key_heads, *values.shape[1:])
+    if group.fused and softcap is None:
+        query_RHQD = padded.reshape(-1, queries, shape.query_heads, shape.key_size).transpose(1, 2)
+        keys, values = keys.view(-1, key_heads, *keys.shape[1:]), values.view(-1, key_heads, *values.shape[1:])
         mask = group.mask(sliding_window, query_NHD.dtype)
         attended = functional.scaled_dot_product_attention(query_RHQD, keys, values, mask, scale=scaling, enable_gqa=repeats > 1)
-        output = attended.transpose(1, 2).reshape(rows * queries, num_heads, -1)
+        output = attended.transpose(1, 2).reshape(-1, shape.query_heads, shape.value_size)
+        return output if group.unpad_N is None else output.index_select(0, group.unpad_N)
+    if not group.single:
+        padded = padded.reshape(-1, queries, key_heads, repeats, shape.key_size).permute(0, 2, 3, 1, 4)
+    grouped = padded.reshape(-1, repeats * queries, shape.key_size)
+    mask = group.expanded_mask(sliding_window, query_NHD.dtype, key_heads, repeats)
+    if softcap is None:
+        scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scaling)
     else:
-        if queries > 1:
-            padded = padded.reshape(rows, queries, key_heads, repeats, head_size).permute(0, 2, 3, 1, 4)
-        grouped = padded.reshape(rows * key_heads, repeats * queries, head_size)
-        mask = group.expanded_mask(sliding_window, query_NHD.dtype, key_heads, repeats)
-        if softcap is None:
-            scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scaling)
-        else:
-            scores = torch.tanh(torch.bmm(grouped, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + mask
-        # in float32, as transformers' eager attention does
-        weights = scores.softmax(-1) if scores.dtype == torch.float32 else scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-        attended = torch.bmm(weights, values)
-        if queries > 1:
-            attended = attended.view(rows, key_heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
-        output = attended.reshape(rows * queries, num_heads, -1)
+        scores = torch.tanh(torch.bmm(grouped, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + mask
+    # in float32, as transformers' eager attention does
+    weights = scores.softmax(-1) if scores.dtype == torch.float32 else scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    attended = torch.bmm(weights, values)
+    if not group.single:
+        attended = attended.view(-1, key_heads, repeats, queries, shape.value_size).permute(0, 3, 1, 2, 4)
+    output = attended.reshape(-1, shape.query_heads, shape.value_size)
     return output if group.unpad_N is None else output.index_select(0, group.unpad_N)

@@ -5,20 +5,13 @@ A slot holds one sequence: token i stands at position i. The cache never moves a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from headrace.sampler.attention import current_plan
-
-
-class LayerShape(NamedTuple):
-    """What one layer stores a token."""
-
-    num_heads: int
-    key_size: int
-    value_size: int
+from headrace.sampler.attention import LayerShape, current_plan
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -26,23 +19,24 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, shape: LayerShape, num_slots: int, context: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: LayerShape, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys and values: [slots, heads, context, size]."""
         super().__init__()
-        # Zeros: a masked key still multiplies its value by 0, and 0 times whatever the memory held could be NaN.
-        self.keys = torch.zeros(num_slots, shape.num_heads, context, shape.key_size, dtype=dtype, device=device)
-        self.values = torch.zeros(num_slots, shape.num_heads, context, shape.value_size, dtype=dtype, device=device)
+        self.keys, self.values = keys, values
         self.is_initialized = True
         self.shape = shape
-        self.context = context
-        self._flat_keys = self.keys.view(-1, shape.key_size)
-        self._flat_values = self.values.view(-1, shape.value_size)
+        self.context = keys.shape[2]
+        self._flat_keys = keys.view(-1, shape.key_size)
+        self._flat_values = values.view(-1, shape.value_size)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """key_states and value_states: [1, heads, N, size] of the packed tokens."""
-        index = current_plan.get().write_index(self.shape.num_heads, self.context)
+        plan = current_plan.get()
+        plan.layer = self.shape
+        index = plan.write_index(self.shape.num_heads, self.context)
         self._flat_keys.index_copy_(0, index, key_states[0].transpose(0, 1).reshape(-1, self.shape.key_size))
         self._flat_values.index_copy_(0, index, value_states[0].transpose(0, 1).reshape(-1, self.shape.value_size))
         return self.keys, self.values
@@ -69,7 +63,7 @@ class ShapeRecorder(CacheLayerMixin):  # type: ignore[misc]
         pass
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.shape = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        self.shape = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1], key_states.shape[1])
         self.dtype = key_states.dtype
         return key_states, value_states
 
@@ -84,12 +78,17 @@ class ShapeRecorder(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """All layers' slots."""
+    """All layers' slots: `stores` are keys and values of layer 0, keys and values of layer 1, ..., each [slots, heads, context, size]."""
 
-    def __init__(self, shapes: list[LayerShape], num_slots: int, context: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layers=[SlotLayer(shape, num_slots, context, dtype, device) for shape in shapes])
-        self.num_slots = num_slots
-        self.context = context
+    def __init__(self, shapes: Sequence[LayerShape], stores: Sequence[torch.Tensor]) -> None:
+        super().__init__(layers=[SlotLayer(shape, stores[2 * layer], stores[2 * layer + 1]) for layer, shape in enumerate(shapes)])
+        self.stores = tuple(stores)
+
+    @classmethod
+    def empty(cls, shapes: Sequence[LayerShape], num_slots: int, context: int, dtype: torch.dtype, device: torch.device) -> SlotCache:
+        # Zeros: a masked key still multiplies its value by 0, and 0 times whatever the memory held could be NaN.
+        sizes = [(shape.num_heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
+        return cls(shapes, [torch.zeros(num_slots, heads, context, size, dtype=dtype, device=device) for heads, size in sizes])
 
     def clear(self, slot: int) -> None:
         """Zeroes one slot, so that a NaN in it cannot reach the next sequence through masked positions."""
@@ -98,6 +97,6 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[slot].zero_()
 
 
-def slot_bytes(shapes: list[LayerShape], context: int, dtype: torch.dtype) -> int:
+def slot_bytes(shapes: Sequence[LayerShape], context: int, dtype: torch.dtype) -> int:
     """Bytes of one slot over all layers."""
     return sum(shape.num_heads * (shape.key_size + shape.value_size) for shape in shapes) * context * dtype.itemsize

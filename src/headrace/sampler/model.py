@@ -17,8 +17,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import ModelError
 from headrace.roles import Tokenizer
-from headrace.sampler.attention import ATTENTION_NAME, RECORDING_NAME, BatchPlan, current_plan, make_plan, recorded_windows, recording_attention, slot_attention
-from headrace.sampler.kv_cache import LayerShape, ShapeRecorder, SlotCache, slot_bytes
+from headrace.sampler.attention import (
+    ATTENTION_NAME,
+    RECORDING_NAME,
+    BatchPlan,
+    LayerShape,
+    current_plan,
+    make_plan,
+    recording_attention,
+    slot_attention,
+    told_to_attention,
+)
+from headrace.sampler.kv_cache import ShapeRecorder, SlotCache, slot_bytes
+from headrace.sampler.recorded import RecordedSteps
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)
 AttentionInterface.register(RECORDING_NAME, recording_attention)
@@ -57,13 +68,18 @@ class ServedModel:
             self._direct = False
             if (problem := self._difference(expected)) is not None:
                 raise self._unserved(problem)
+        self._recorded = RecordedSteps(self.model, self._forward_in_python, self.new_cache, self.shapes, self.vocabulary_size)
 
     def new_cache(self, num_slots: int, context: int) -> SlotCache:
-        return SlotCache(self.shapes, num_slots, context, self._cache_dtype, self.device)
+        return SlotCache.empty(self.shapes, num_slots, context, self._cache_dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> torch.Tensor:
         """Runs the packed batch and writes its keys and values. Gives [len(logits_at), V] logits at these packed positions."""
+        logits = self._recorded.run(cache, plan, logits_at)
+        return self._forward_in_python(cache, plan, logits_at) if logits is None else logits
+
+    def _forward_in_python(self, cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> torch.Tensor:
         token = current_plan.set(plan)
         kwargs: dict[str, Any] = {"input_ids": plan.token_ids, "position_ids": plan.positions, "use_cache": True, self._cache_name: cache}
         try:
@@ -137,8 +153,8 @@ class ServedModel:
     def _record_shapes(self, max_context_tokens: int) -> tuple[list[LayerShape], torch.dtype]:
         recorder = Cache(layers=[ShapeRecorder() for _ in range(self.model.config.get_text_config().num_hidden_layers)])
         self.model.set_attn_implementation(RECORDING_NAME)
-        windows: list[int | None] = []
-        token = recorded_windows.set(windows)
+        told: list[tuple[int, int | None]] = []
+        token = told_to_attention.set(told)
         try:
             with torch.inference_mode():
                 ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -146,12 +162,14 @@ class ServedModel:
         except Exception as error:
             raise self._unserved(f"it does not run with a cache of layers ({type(error).__name__}: {error})") from error
         finally:
-            recorded_windows.reset(token)
+            told_to_attention.reset(token)
             self.model.set_attn_implementation(ATTENTION_NAME)
-        self._check_windows(windows, max_context_tokens)
+        self._check_windows([window for _, window in told], max_context_tokens)
         shapes = [layer.shape for layer in recorder.layers if layer.shape is not None]
         if len(shapes) != len(recorder.layers):
             raise self._unserved(f"only {len(shapes)} of its {len(recorder.layers)} layers write to the KV cache")
+        if len(told) == len(shapes):
+            shapes = [shape._replace(query_heads=query_heads) for shape, (query_heads, _) in zip(shapes, told, strict=True)]
         return shapes, next(layer.dtype for layer in recorder.layers)
 
     def _check_windows(self, windows: list[int | None], max_context_tokens: int) -> None:
@@ -217,7 +235,8 @@ class ServedModel:
         try:
             for bounds in (((0, 20), (0, 17)), ((20, 21), (17, 20)), ((21, _PROBE_TOKENS), (20, _PROBE_TOKENS))):
                 plan = make_plan([rows[r, a:b].tolist() for r, (a, b) in enumerate(bounds)], [a for a, _ in bounds], [1, 0], self.device)
-                served = self.forward(cache, plan, plan.last_R).float()
+                with torch.inference_mode():
+                    served = self._forward_in_python(cache, plan, plan.last_R).float()
         except ModelError as error:
             return error.message
         except Exception as error:

@@ -1,0 +1,128 @@
+"""Decode steps as recorded graphs: the same operations in the same order, without the Python between them.
+
+A small model's step is mostly Python: on one core two thirds of the time of 34 rows of a 2-layer model. Once at loading a step is
+recorded with torch.jit.trace, which follows tensors, not code, and so knows no architecture. What varies from step to step (rows, new tokens,
+contexts, the cache itself) goes in as tensors. A recording is used only if nothing in the forward depended on a tensor's value and
+if it gives, for other shapes and values, what the forward in Python gives: logits, keys and values. Without one nothing changes
+but speed. Two are made: one new token a row; a few new tokens a row, padded. Other steps (prompts, unlike contexts) have much to
+compute and run in Python, as do devices other than the CPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace.sampler.attention import BatchPlan, LayerShape, RowGroup, make_plan
+from headrace.sampler.kv_cache import SlotCache
+
+Forward = Callable[[SlotCache, BatchPlan, torch.Tensor], torch.Tensor]
+_Rows = Sequence[tuple[int, int]]
+"""(tokens in the cache, new tokens) of each row"""
+
+_DECODE: tuple[_Rows, ...] = (((3, 1), (7, 1), (5, 1)), ((11, 1),), ((2, 1), (9, 1), (9, 1), (1, 1), (0, 1)), ((30, 1), (31, 1)))
+_SHORT: tuple[_Rows, ...] = (((3, 2), (7, 3), (5, 1)), ((11, 4),), ((2, 1), (9, 2), (9, 2), (1, 5), (0, 2)), ((24, 8), (20, 8)))
+"""The first is recorded, the others are what it is tested with."""
+_CONTEXT = 40
+
+
+class RecordedSteps:
+    """The recordings of one model; `run` gives None for a step that has none."""
+
+    def __init__(
+        self, model: torch.nn.Module, forward: Forward, new_cache: Callable[[int, int], SlotCache], shapes: Sequence[LayerShape], vocabulary_size: int
+    ) -> None:
+        self._decode: Any = None
+        self._short: Any = None
+        if next(model.parameters()).device.type != "cpu":
+            return
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            for single, cases in ((True, _DECODE), (False, _SHORT)):
+                recording = _record(model, forward, new_cache, shapes, vocabulary_size, single, cases)
+                if single:
+                    self._decode = recording
+                else:
+                    self._short = recording
+
+    def run(self, cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> torch.Tensor | None:
+        if len(plan.groups) > 1 or plan.groups[0].fused:
+            return None
+        recording = self._decode if plan.groups[0].single else self._short
+        if recording is None:
+            return None
+        logits: torch.Tensor = recording(*_inputs(cache, plan, logits_at))
+        return logits
+
+
+class _Step(torch.nn.Module):
+    """What is recorded: rebuilds the plan and the cache around the tensors that it is given."""
+
+    def __init__(self, model: torch.nn.Module, forward: Forward, shapes: Sequence[LayerShape], single: bool) -> None:
+        super().__init__()
+        self.model = model  # its parameters belong to the recording by reference: new weights are seen
+        self._forward_in_python, self._shapes, self._single = forward, shapes, single
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots_N: torch.Tensor, logits_at: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        slots_R, positions_RQ, keys_L, *stores = more
+        pad = unpad = None
+        if not self._single:
+            pad, unpad, *stores = stores
+        group = RowGroup(0, 0, slots_R, positions_RQ, keys_L, single=self._single, fused=False, pad_RQ=pad, unpad_N=unpad)
+        plan = BatchPlan(tokens, positions, slots_N, logits_at, [group], num_tokens=0)
+        return self._forward_in_python(SlotCache(self._shapes, stores), plan, logits_at)
+
+
+def _inputs(cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    group = plan.groups[0]
+    common = (plan.token_ids, plan.positions, plan.slots_N, logits_at, group.slots_R, group.positions_RQ, group.keys_L)
+    if group.single:
+        return (*common, *cache.stores)
+    if group.pad_RQ is None or group.unpad_N is None:  # all rows have equally many queries
+        same = torch.arange(plan.num_tokens)
+        return (*common, same, same, *cache.stores)
+    return (*common, group.pad_RQ, group.unpad_N, *cache.stores)
+
+
+def _record(
+    model: torch.nn.Module,
+    forward: Forward,
+    new_cache: Callable[[int, int], SlotCache],
+    shapes: Sequence[LayerShape],
+    vocabulary_size: int,
+    single: bool,
+    cases: Sequence[_Rows],
+) -> Any:
+    """None when the forward cannot be recorded or the recording is not the forward."""
+    step = _Step(model, forward, shapes, single)
+    try:
+        with warnings.catch_warnings():
+            # the forward looked at a tensor's value
+            warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+            inputs = _case(new_cache, vocabulary_size, cases[0])
+            recording = torch.jit.trace(step, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+        for rows in cases[1:]:
+            inputs = _case(new_cache, vocabulary_size, rows)
+            copies = tuple(tensor.clone() for tensor in inputs)
+            expected = (step(*inputs), *inputs)
+            for _ in range(3):  # the executor rewrites itself in its first runs
+                got = (recording(*copies), *copies)
+                if not all(torch.allclose(one.double(), two.double(), rtol=1e-5, atol=1e-5, equal_nan=True) for one, two in zip(expected, got, strict=True)):
+                    return None
+    except Exception:
+        return None
+    return recording
+
+
+def _case(new_cache: Callable[[int, int], SlotCache], vocabulary_size: int, rows: _Rows) -> tuple[torch.Tensor, ...]:
+    """Inputs of a step over a cache of random numbers; slots in no order, one of them free."""
+    cache = new_cache(len(rows) + 1, _CONTEXT + len(rows))
+    for store in cache.stores:
+        store.normal_()
+    tokens = [torch.randint(0, vocabulary_size, (new,)).tolist() for _, new in rows]
+    plan = make_plan(tokens, [held for held, _ in rows], torch.randperm(len(rows) + 1)[: len(rows)].tolist(), cache.stores[0].device)
+    return _inputs(cache, plan, plan.last_R)
