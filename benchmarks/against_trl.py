@@ -5,9 +5,10 @@
 
 Both train the recipe's model (its cached warm start) on 16 x 8 rollouts an update in float32, with PPO-clip on the group's z-scores
 averaged over tokens (TRL: loss_type dapo), no KL term, AdamW, the same learning rate, clips and limit of tokens. headrace: sync,
-colocated, one device a core. TRL: `generate` with KV cache and the whole batch in one forward, no gradient checkpointing; either
-one process with a thread a core, or data-parallel processes with one thread each (`--trl-processes`). Each run is a process of
-its own; start-up and the first updates are left out. A pair is one run of each, the order alternating.
+colocated, one device a core. TRL: `generate` with KV cache and the whole batch in one forward, no gradient checkpointing; one process
+with `--trl-threads` threads, or data-parallel processes (`--trl-processes`). Each run is a process of its own; start-up and the
+first updates are left out. A pair is one run of each, the order alternating. CPU seconds count every process of a run: on a machine that
+others use too they say more than the wall clock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import socket
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--trl-processes", type=int, default=1)
+    parser.add_argument("--trl-threads", type=int, default=CORES, help="of each TRL process")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=["headrace", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -66,14 +69,18 @@ def compare(arguments: argparse.Namespace) -> None:
     resolved = load_settings(arguments.recipe, arguments.overrides)
     model = starting_model(resolved)
     runs: dict[str, list[dict[str, Any]]] = {"headrace": [], "trl": []}
-    ratios = []
+    ratios: list[float] = []
+    cpu_ratios: list[float] = []
     for pair in range(arguments.pairs):
         for name in ("headrace", "trl") if pair % 2 == 0 else ("trl", "headrace"):
             runs[name].append(in_a_process(name, pair, model, arguments))
         seconds = {name: statistics.median(runs[name][-1]["seconds"][SKIPPED_UPDATES:]) for name in runs}
         ratios.append(seconds["headrace"] / seconds["trl"])
+        cpu = {name: runs[name][-1]["cpu_seconds"] for name in runs}
+        cpu_ratios.append(cpu["headrace"] / cpu["trl"])
         print(
-            f"pair {pair}: headrace {seconds['headrace']:.3f} s an update, TRL {seconds['trl']:.3f} s, ratio {ratios[-1]:.3f}, load {os.getloadavg()[0]:.1f}",
+            f"pair {pair}: headrace {seconds['headrace']:.3f} s an update, TRL {seconds['trl']:.3f} s, ratio {ratios[-1]:.3f}; "
+            f"CPU {cpu['headrace']:.3f} and {cpu['trl']:.3f} s, ratio {cpu_ratios[-1]:.3f}; load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
     for name, made in runs.items():
@@ -81,9 +88,10 @@ def compare(arguments: argparse.Namespace) -> None:
         tokens = statistics.mean(run["tokens_an_answer"] for run in made)
         print(f"{name}: median {statistics.median(everything):.3f} s an update, {tokens:.1f} tokens an answer; mean reward by update over all runs:")
         print("   " + " ".join(f"{statistics.mean(rewards):.2f}" for rewards in zip(*(run["rewards"] for run in made), strict=False)))
-    print(f"ratio: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} pairs")
+    for what, found in (("wall", ratios), ("CPU", cpu_ratios)):
+        print(f"{what} ratio: median {statistics.median(found):.3f}, from {min(found):.3f} to {max(found):.3f} over {len(found)} pairs")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"ratios": ratios, "runs": runs}, indent=1))
+        arguments.json.write_text(json.dumps({"ratios": ratios, "cpu_ratios": cpu_ratios, "runs": runs}, indent=1))
 
 
 def starting_model(resolved: ResolvedSettings) -> Path:
@@ -101,7 +109,7 @@ def in_a_process(name: str, seed: int, model: Path, arguments: argparse.Namespac
         out = Path(directory) / "result.json"
         command = [sys.executable, __file__, "--child", name, "--recipe", arguments.recipe, "--updates", str(arguments.updates)]
         command += ["--seed", str(seed), "--model", str(model), "--out", str(out), *arguments.overrides]
-        threads = CORES if name == "trl" and processes == 1 else 1
+        threads = arguments.trl_threads if name == "trl" else 1
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "WORLD_SIZE": str(processes)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
         if processes == 1:
@@ -130,7 +138,8 @@ def run_headrace(resolved: ResolvedSettings, arguments: argparse.Namespace) -> d
 
     given = [*HEADRACE, f"run.seed={arguments.seed}", f"run.num_updates={arguments.updates}", *arguments.overrides]
     with tempfile.TemporaryDirectory(prefix="headrace-trl-run-") as directory:
-        outcome = asyncio.run(run_local(load_settings(arguments.recipe, given), Path(directory) / "run", evaluate=False))
+        clock = CpuClock()
+        outcome = asyncio.run(run_local(load_settings(arguments.recipe, given), Path(directory) / "run", evaluate=False, subscribers=[clock]))
         events = list(read_events(outcome.run_directory / "events.jsonl"))
     end_forkserver()
     updated = [event for event in events if event["event"] == "updated"]
@@ -141,8 +150,28 @@ def run_headrace(resolved: ResolvedSettings, arguments: argparse.Namespace) -> d
         "seconds": [after - before for before, after in itertools.pairwise(times)],
         "rewards": [event["reward_mean"] for event in updated],
         "tokens_an_answer": statistics.mean(tokens),
+        "cpu_seconds": clock.of_an_update(),
         "learner_seconds": statistics.median(event["seconds"] for event in updated),
     }
+
+
+class CpuClock:
+    """A subscriber of a run's events: processor time of this process and all it started, at each update."""
+
+    def __init__(self) -> None:
+        self._readings: list[float] = []
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if line["event"] == "updated":
+            self._readings.append(sum(cpu_seconds(pid) for pid in (os.getpid(), *(child.pid or 0 for child in multiprocessing.active_children()))))
+
+    def of_an_update(self) -> float:
+        return (self._readings[-1] - self._readings[SKIPPED_UPDATES]) / (len(self._readings) - 1 - SKIPPED_UPDATES)
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_trl(resolved: ResolvedSettings, arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -153,9 +182,10 @@ def run_trl(resolved: ResolvedSettings, arguments: argparse.Namespace) -> dict[s
 
     settings = resolved.settings
     code = RecipeCode(resolved.task_module, settings.task.options)
-    by_prompt = {task.data["prompt"]: task for task in load_tasks(str(settings.task.source), code)}
+    tasks = load_tasks(str(settings.task.source), code)
+    by_prompt = {task.data["prompt"]: task for task in tasks}
     grade = code.resolve(str(settings.task.reward))
-    times = [time.perf_counter()]
+    times, busy = [time.perf_counter()], []
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         async def all_of_them() -> list[float]:
@@ -171,13 +201,14 @@ def run_trl(resolved: ResolvedSettings, arguments: argparse.Namespace) -> dict[s
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter())
+            busy.append(time.process_time())
 
     with tempfile.TemporaryDirectory(prefix="headrace-trl-out-") as directory:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32"),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
             reward_funcs=reward,
-            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in by_prompt]),
+            train_dataset=Dataset.from_list([{"prompt": task.data["prompt"]} for task in tasks]),
             args=trl_settings(settings, arguments, directory),
             callbacks=[Clock()],
         )
@@ -189,6 +220,8 @@ def run_trl(resolved: ResolvedSettings, arguments: argparse.Namespace) -> dict[s
         "seconds": [after - before for before, after in itertools.pairwise(times)],
         "rewards": [entry["reward"] for entry in logs],
         "tokens_an_answer": statistics.mean(entry["completions/mean_length"] for entry in logs),
+        # ranks work alike
+        "cpu_seconds": int(os.environ.get("WORLD_SIZE", "1")) * (busy[-1] - busy[SKIPPED_UPDATES]) / (len(busy) - 1 - SKIPPED_UPDATES),
     }
 
 
