@@ -28,7 +28,7 @@ from headrace.config import Settings
 from headrace.errors import DivergedError, NoProgressError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.pool.pool import ExperiencePool
-from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource
+from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
 from headrace.types import (
     FinishedRollout,
     PolicyVersion,
@@ -42,6 +42,7 @@ from headrace.types import (
 )
 
 _WATCHDOG_SECONDS = 10.0
+_LEVELS_SECONDS = 1.0
 _FAILED_GROUPS = 4
 """Failures in a row end a run only when they come from so many groups: one bad task with a large group must not (case 4)."""
 
@@ -78,10 +79,12 @@ class Conductor:
         evaluation_tasks: Sequence[Task],
         events: EventSink,
         checkpoint_directory: Path | None,
+        recorder: TrajectoryRecorder | None = None,
     ) -> None:
         self.settings = settings
         self.source, self.learner, self.evaluator = roles.source, roles.learner, roles.evaluator
-        self.pool = ExperiencePool(settings)
+        self.recorder = recorder
+        self.pool = ExperiencePool(settings, on_retire=None if recorder is None else lambda member: recorder.retired(member.key, member.reason))
         self.waits = Waits()
         self.sampling, self.evaluation_sampling = sampling, evaluation_sampling
         self.evaluation_tasks = evaluation_tasks
@@ -96,6 +99,7 @@ class Conductor:
         self._failed_groups: set[int] = set()
         self._empty_in_a_row = 0
         self._refused_in_a_row = 0
+        self._levels_due = 0.0
 
     async def run(self) -> None:
         """Trains until num_updates. Raises the first HeadraceError of any loop; cancelling it ends every loop."""
@@ -161,17 +165,21 @@ class Conductor:
                 limits.batch_seconds,
                 "Raise limits.batch_seconds, pool.max_staleness or run.num_samplers, or lower rollout.max_seconds.",
             )
-            self._note_selection(selection, now() - started)
+            self.events.emit(ev.SelectionTaken.of(selection, wait_seconds=now() - started))
             if not selection.members:
                 self._count_empty(selection)
                 continue
+            sent = now()
             result = await self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
+            learned = now()
             if result.version_after > result.version_before:
                 version = await self._publish()
                 if self.settings.waits_for_acknowledgements:
                     await self._wait_applied(version)
+            if self.recorder is not None:
+                self.recorder.learned(selection, result)
             self.pool.retire(selection, result)
-            self._note_update(selection, result)
+            self._note_update(selection, result, away_seconds=learned - sent, finished_seconds_ago=now() - learned)
             await self._after_update(result)
 
     async def _evaluate_when_due(self) -> None:
@@ -191,9 +199,7 @@ class Conductor:
     async def _publish(self) -> PolicyVersion:
         """Makes the learner's weights the newest and says so. Nobody waits for a sampler here."""
         update = await self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", self.settings.limits.learn_seconds)
-        self.events.emit(
-            ev.WeightsPublished(version=update.version.number, lineage=update.version.lineage, bytes=update.num_bytes, seconds=update.publish_seconds)
-        )
+        self.events.emit(ev.WeightsPublished.of(update))
         for state in self._states.values():
             await state.worker.announce(update)
         return update.version
@@ -202,15 +208,19 @@ class Conductor:
         def late() -> list[str]:
             return [name for name, state in self._states.items() if state.version < version]
 
+        started = now()
         await self.waits.limited(
             self._wait_changed(lambda: not late()),
             lambda: f"conductor waits for {', '.join(late())} to take up version {version}",
             self.settings.limits.apply_seconds,
             "The sampler may be stuck in a decode step or in the recipe's Python; raise limits.apply_seconds if the weights are large.",
         )
+        self.events.emit(ev.WeightsAcknowledged.of(version, wait_seconds=now() - started))
 
     async def _add(self, finished: FinishedRollout, state: WorkerState) -> None:
         summary = finished.summary
+        if self.recorder is not None:
+            self.recorder.finished(finished)
         result = self.pool.add(finished, worker=state.worker.name)
         self.events.emit(ev.RolloutFinished.of(summary, role=state.worker.name))
         if not summary.failed:
@@ -271,30 +281,20 @@ class Conductor:
 
     def _note(self, state: WorkerState, report: WorkerReport) -> None:
         if report.version > state.version:
-            self.events.emit(ev.WeightsApplied(role=report.worker, version=report.version.number, lineage=report.version.lineage))
+            self.events.emit(ev.WeightsApplied.of(report))
         state.version, state.room, state.in_flight = report.version, report.room, report.in_flight
         state.longest_wait = report.longest_wait
         self.pool.observe(sampler_version=self._oldest_version())
         if report.activity is not None:
-            self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity))
+            self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity, longest_wait=report.longest_wait))
+        if now() >= self._levels_due:
+            self._levels_due = now() + _LEVELS_SECONDS
+            self.events.emit(ev.PoolLevels.of(self.pool.statistics(), waits=self.waits.current()))
 
-    def _note_selection(self, selection: Selection, wait_seconds: float) -> None:
-        self.events.emit(
-            ev.SelectionTaken(
-                selection=selection.id, learner_version=selection.learner_version.number, lineage=selection.learner_version.lineage,
-                trajectories=len(selection.members), filtered=len(selection.filtered), wait_seconds=wait_seconds,
-            )
-        )  # fmt: skip
-
-    def _note_update(self, selection: Selection, result: UpdateResult) -> None:
+    def _note_update(self, selection: Selection, result: UpdateResult, **seconds: float) -> None:
         self._empty_in_a_row = 0
         version = result.version_after
-        self.events.emit(
-            ev.Updated(
-                role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=self.pool.reward_mean(selection),
-                seconds=result.seconds, busy_seconds=result.busy_seconds, refused=result.refused, statistics=result.statistics,
-            )
-        )  # fmt: skip
+        self.events.emit(ev.Updated.of(selection, result, reward_mean=self.pool.reward_mean(selection), **seconds))
         self.pool.ledger.check()
         self.events.emit(ev.LedgerClosed(ledger=self.pool.ledger.snapshot(at_update=version.number, lineage=version.lineage)))
         self._refused_in_a_row = self._refused_in_a_row + 1 if version == result.version_before else 0

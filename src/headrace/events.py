@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from headrace.errors import RunDirectoryError
-from headrace.types import TrajectorySummary, UpdateStatistics, WorkerActivity
+from headrace.types import PolicyVersion, Selection, TrajectorySummary, UpdateResult, UpdateStatistics, WeightUpdate, WorkerActivity, WorkerReport
 
 SCHEMA = 1
 
@@ -125,6 +126,13 @@ class SelectionTaken(Event):
     wait_seconds: float
     """How long the learner waited for it."""
 
+    @classmethod
+    def of(cls, selection: Selection, *, wait_seconds: float) -> SelectionTaken:
+        return cls(
+            selection=selection.id, learner_version=selection.learner_version.number, lineage=selection.learner_version.lineage,
+            trajectories=len(selection.members), filtered=len(selection.filtered), wait_seconds=wait_seconds,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated(Event):
@@ -140,6 +148,20 @@ class Updated(Event):
     busy_seconds: float
     refused: str | None
     statistics: UpdateStatistics | None
+    transfer_seconds: float = 0.0
+    """Of the batch to the learner and of the result back, outside `seconds`."""
+    finished_seconds_ago: float = 0.0
+    """Before this line: publishing, and waiting for samplers where that is waited for, lie between."""
+
+    @classmethod
+    def of(cls, selection: Selection, result: UpdateResult, *, reward_mean: float, away_seconds: float, finished_seconds_ago: float) -> Updated:
+        """`away_seconds`: from sending the batch to getting the result."""
+        version = result.version_after
+        return cls(
+            role="learner", selection=selection.id, version=version.number, lineage=version.lineage, reward_mean=reward_mean, seconds=result.seconds,
+            busy_seconds=result.busy_seconds, refused=result.refused, statistics=result.statistics,
+            transfer_seconds=max(0.0, away_seconds - result.seconds), finished_seconds_ago=finished_seconds_ago,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +172,10 @@ class WeightsPublished(Event):
     bytes: int
     seconds: float
 
+    @classmethod
+    def of(cls, update: WeightUpdate) -> WeightsPublished:
+        return cls(version=update.version.number, lineage=update.version.lineage, bytes=update.num_bytes, seconds=update.publish_seconds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsApplied(Event):
@@ -159,6 +185,25 @@ class WeightsApplied(Event):
     version: int
     lineage: int
 
+    @classmethod
+    def of(cls, report: WorkerReport) -> WeightsApplied:
+        return cls(role=report.worker, version=report.version.number, lineage=report.version.lineage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsAcknowledged(Event):
+    """Every sampler uses these weights; where that is waited for (sync and max_staleness 0)."""
+
+    name: ClassVar[str] = "weights_acknowledged"
+    version: int
+    lineage: int
+    wait_seconds: float
+    """How long the learner waited for the last one."""
+
+    @classmethod
+    def of(cls, version: PolicyVersion, *, wait_seconds: float) -> WeightsAcknowledged:
+        return cls(version=version.number, lineage=version.lineage, wait_seconds=wait_seconds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerActive(Event):
@@ -167,6 +212,41 @@ class WorkerActive(Event):
     name: ClassVar[str] = "worker_active"
     in_flight: int
     activity: WorkerActivity
+    longest_wait: str | None = None
+    """For people: its oldest rollout, what that waits for and how long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLevels(Event):
+    """About one a second: what is out, what is pooled, and who waits. The fields of pool.statistics.PoolStatistics."""
+
+    name: ClassVar[str] = "pool"
+    max_groups: int
+    outstanding_groups: int
+    waiting_groups: int
+    ready_groups: int
+    taken_groups: int
+    rollouts_in_flight: int
+    pooled_trajectories: int
+    pooled_tokens: int
+    staleness_mean: float
+    staleness_max: int
+    delivered_per_second: float
+    retired_per_second: float
+    waits: list[tuple[str, float]]
+    """[who waits for whom, seconds so far], of those that outlast a worker's heartbeat."""
+
+    @classmethod
+    def of(cls, statistics: Any, *, waits: Sequence[tuple[str, float]]) -> PoolLevels:
+        """`statistics` is a PoolStatistics: layer 1 knows its fields, not its class."""
+        lasting = [(name[:_MAX_TEXT], round(seconds, 1)) for name, seconds in waits if seconds >= _LASTING_SECONDS]
+        return cls(**{name: getattr(statistics, name) for name in _LEVELS}, waits=lasting[:_MAX_WAITS])
+
+
+_LEVELS = tuple(field.name for field in dataclasses.fields(PoolLevels) if field.name not in ("role", "waits"))
+_LASTING_SECONDS = 1.5
+_MAX_WAITS = 4
+_MAX_TEXT = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +298,18 @@ class TimedWindow(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoriesRecorded(Event):
+    """What lies in trajectories/ when the run ends."""
+
+    name: ClassVar[str] = "trajectories_recorded"
+    trajectories: int
+    files: int
+    lost: int
+    """Not written: the disk was slower than the run, or full."""
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
     name: ClassVar[str] = "run_finished"
     status: str
@@ -238,6 +330,8 @@ class EventLog:
         self._path = path
         self._clock = clock
         self._file: IO[bytes] | None = None if path is None else path.open("ab", buffering=0)
+        if path is not None and self._file is not None:
+            _cut_torn_line(path, self._file)
         self._start: float | None = None
         self._subscribers: list[Callable[[dict[str, Any]], None]] = []
 
@@ -275,6 +369,28 @@ class EventLog:
             raise RunDirectoryError(f"{self._path}: the event log cannot be written: {error.strerror}.", remedy=remedy) from error
 
 
+class EventFollower:
+    """Reads an events file as it grows, each call from where the last one ended. The file need not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_events(self) -> Iterator[dict[str, Any]]:
+        """Whole lines written since the last call; a torn last line is left for the next one."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield json.loads(line)
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Lines of an events file, also of one still being written: a torn last line is left out."""
     with path.open(encoding="utf-8") as file:
@@ -284,6 +400,28 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def _cut_torn_line(path: Path, file: IO[bytes]) -> None:
+    """A writer that was killed may have left half a line: what is appended must not continue it."""
+    size = end = os.fstat(file.fileno()).st_size
+    with path.open("rb") as reader:
+        while end > 0:
+            start = max(0, end - 4096)
+            reader.seek(start)
+            position = reader.read(end - start).rfind(b"\n")
+            if position >= 0:
+                end = start + position + 1
+                break
+            end = start
+    if end < size:
+        file.truncate(end)
+
+
+@functools.cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    """dataclasses.fields() makes a tuple at every call; this is most of what an event costs."""
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
 def _plain(value: Any) -> Any:
     """Dataclasses and mappings to JSON values: floats to 6 significant digits, non-finite ones to null."""
     if isinstance(value, float):
@@ -291,7 +429,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | bool):
         return value
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kind: Any = type(value)
+        return {name: _plain(getattr(value, name)) for name in _field_names(kind)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -19,6 +19,7 @@ from headrace.types import (
     Observation,
     Outcome,
     PolicyVersion,
+    RetireReason,
     RolloutKey,
     RolloutRequest,
     SampleRequest,
@@ -233,3 +234,19 @@ class EventSink(Protocol):
     """Where roles and conductor put events; watch and report only read what comes out."""
 
     def emit(self, event: Any) -> None: ...
+
+
+class TrajectoryRecorder(Protocol):
+    """Keeps what was sampled, for people and notebooks. Returns at once, changes nothing, cannot fail a run."""
+
+    def finished(self, rollout: FinishedRollout) -> None:
+        """A worker delivered it; the pool has not seen it yet."""
+        ...
+
+    def learned(self, selection: Selection, result: UpdateResult) -> None:
+        """The learner is done with a batch whose members retire next."""
+        ...
+
+    def retired(self, key: RolloutKey, reason: RetireReason) -> None:
+        """A member left the pool."""
+        ...
