@@ -209,6 +209,7 @@ def _start_and_close(process: multiprocessing.process.BaseProcess, end: socket.s
 def serve(end: socket.socket, recipe: RecipeCode, environment: str | None, reward: str | None) -> None:
     """Runs in the child: answers each call until the parent is gone. Never returns."""
     os.setsid()  # Ctrl-C is the parent's business, and the group can be killed as a whole
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back while the forkserver started; the user's code may want it
     os.dup2(2, 1)  # what the user's code prints is for people
     inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(end, inbox), daemon=True).start()

@@ -16,13 +16,15 @@ from headrace.config import Settings
 from headrace.errors import HeadraceError
 from headrace.recipe import RecipeCode
 from headrace.roles import WeightReader
-from headrace.runtime.processes import Failed, Hello, as_headrace_error
+from headrace.runtime.processes import Alive, Failed, Hello, as_headrace_error
 from headrace.runtime.wire import AsyncWire, BlockingWire
 from headrace.types import AdapterLayout
 
 if TYPE_CHECKING:
     from headrace.sampler.transformers_sampler import TransformersSampler
 
+HEARTBEAT_SECONDS = 1.0
+"""Between two signs of life of a busy evaluator."""
 REPORT_SECONDS = 0.01
 """Between two reports of a worker: what finishes meanwhile goes in one message, and the conductor is woken once."""
 
@@ -121,10 +123,19 @@ def host_evaluator(end: socket.socket, model: Path, settings: Settings, code: Re
         async def answer() -> None:
             while True:
                 version, requests, tasks = await wire.receive()
-                try:
-                    await wire.send(await evaluator.evaluate(version, requests, tasks))
-                except HeadraceError as error:
-                    await wire.send(Failed(error=error))
+                async with asyncio.TaskGroup() as group:
+                    beating = group.create_task(beat())
+                    try:
+                        result: Any = await evaluator.evaluate(version, requests, tasks)
+                    except HeadraceError as error:
+                        result = Failed(error=error)
+                    beating.cancel()
+                await wire.send(result)
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                await wire.send(Alive())
 
         async with asyncio.TaskGroup() as group:
             group.create_task(evaluator.run())

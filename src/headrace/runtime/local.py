@@ -28,7 +28,7 @@ from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.preflight import check_chats, read_recipe
-from headrace.runtime.processes import RoleProcess, refuse_start_while_importing
+from headrace.runtime.processes import Alive, RoleProcess, refuse_start_while_importing, watched
 from headrace.runtime.run_directory import RunDirectory
 from headrace.tasks.source import ListTaskSource
 from headrace.types import (
@@ -80,6 +80,7 @@ class LocalWorker:
         await self._process.send(("cancel", (tuple(keys),)))
 
     async def stop(self) -> None:
+        self._process.let_end()
         await self._process.send(("stop", ()))
 
 
@@ -121,15 +122,30 @@ class LocalLearner:
 
 
 class LocalEvaluator:
-    """roles.Evaluator over the wire."""
+    """roles.Evaluator over the wire. Raises WaitTimeoutError when its process shows no sign of life for limits.report_seconds."""
 
-    def __init__(self, process: RoleProcess) -> None:
+    def __init__(self, process: RoleProcess, settings: Settings) -> None:
         self._process = process
+        self._limit_seconds = settings.limits.report_seconds
 
     async def evaluate(self, version: PolicyVersion, requests: Sequence[RolloutRequest], tasks: Sequence[Task]) -> EvaluationResult:
         await self._process.send((version, tuple(requests), tuple(tasks)))
-        result: EvaluationResult = await self._process.receive()
+        while isinstance(answer := await self._sign_of_life(), Alive):
+            pass
+        result: EvaluationResult = answer
         return result
+
+    async def _sign_of_life(self) -> Any:
+        try:
+            async with asyncio.timeout(self._limit_seconds) as timeout:
+                return await self._process.receive()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise WaitTimeoutError(
+                f"conductor waits for a sign of life from {self._process.name}: no answer in {self._limit_seconds:g} s.",
+                remedy="It may be blocked by the recipe's Python: use `await` for waits, or a plain `def`; limits.report_seconds is the limit.",
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +209,8 @@ async def run_local(
                 events=log,
                 checkpoint_directory=directory.checkpoints,
             )
-            await conductor.run()
+            async with watched(roles.processes):
+                await conductor.run()
             version, status = conductor.learner.version, "done"
             return RunOutcome(run_directory=run_directory, checkpoint=conductor.last_checkpoint, startup_seconds=startup_seconds)
         except asyncio.CancelledError:
@@ -224,7 +241,7 @@ async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progre
         requests = evaluation_requests(settings, tasks, sampling)
         started = time.perf_counter()
         async with asyncio.timeout(settings.limits.evaluate_seconds):
-            result = await LocalEvaluator(evaluator).evaluate(PolicyVersion(0, 0), requests, tasks)
+            result = await LocalEvaluator(evaluator, settings).evaluate(PolicyVersion(0, 0), requests, tasks)
         return evaluated(settings, result, time.perf_counter() - started)
     finally:
         await evaluator.stop(settings.limits.stop_seconds)
@@ -238,6 +255,7 @@ class _LocalRoles:
     end_tokens: tuple[int, ...]
     has_chat_template: bool
     devices: list[dict[str, Any]]
+    processes: Sequence[RoleProcess]
 
 
 @contextlib.asynccontextmanager
@@ -268,10 +286,11 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
             yield _LocalRoles(
                 workers=[LocalWorker(process) for process in workers],
                 learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
-                evaluator=LocalEvaluator(evaluators[0]) if evaluators else None,
+                evaluator=LocalEvaluator(evaluators[0], settings) if evaluators else None,
                 end_tokens=facts[workers[0].name]["end_tokens"],
                 has_chat_template=facts[workers[0].name]["has_chat_template"],
                 devices=_devices(settings, facts),
+                processes=processes,
             )
         finally:
             await _stop_all(processes, settings.limits.stop_seconds)

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -39,11 +39,20 @@ _PRELOADED = [
 """What the forkserver loads once, so that every role process starts with torch and transformers in place."""
 
 
+_GRACE_SECONDS = 2.0
+"""For a process to be gone after its connection closed, for a start to end after Ctrl-C."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """First message of a role process: it is up."""
 
     facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Sent now and then while an answer takes long: the process's loop still turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,25 +77,41 @@ def refuse_start_while_importing() -> None:
         raise HeadraceError("A role process imports this script again and would start another run.", remedy="Put the call under `if __name__ == '__main__':`.")
 
 
+def start_process(process: multiprocessing.process.BaseProcess) -> None:
+    """Starts it with Ctrl-C held back: the first start brings up the forkserver, which a Ctrl-C would end while it loads.
+
+    Call it in a thread where the first start's seconds matter. What is forked inherits the mask: `let_ctrl_c_in` ends it there.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_forkserver() -> None:
-    """Ends the forkserver and waits for it, for commands that leave nothing behind (I13); it would end by itself soon after us."""
+    """Ends the forkserver and waits for it, for commands that leave nothing behind (I13). Killed: while it loads it hears nothing."""
     from multiprocessing import forkserver
 
-    stop = getattr(forkserver._forkserver, "_stop", None)
+    server = forkserver._forkserver
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    stop = getattr(server, "_stop", None)
     if stop is not None:
         stop()
 
 
 class RoleProcess:
-    """The conductor's side of one child."""
+    """The conductor's side of one child, which `hello` starts."""
 
     def __init__(self, name: str, main: Callable[..., None], arguments: tuple[Any, ...], *, core: int | None) -> None:
         self.name = name
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        self._process = context().Process(target=_child, args=(name, theirs, core, main, arguments), name=name, daemon=False)
-        self._process.start()
-        theirs.close()
+        self._socket, self._theirs = socket.socketpair()
+        self._process = context().Process(target=_child, args=(name, self._theirs, core, main, arguments), name=name, daemon=False)
+        self._may_end = False
+        self._receiving = False
         self.wire: AsyncWire | None = None
 
     @property
@@ -94,7 +119,8 @@ class RoleProcess:
         return self._process.pid
 
     async def hello(self) -> dict[str, Any]:
-        """Waits until the role is up; returns what it says of itself."""
+        """Starts the process and waits until the role is up; returns what it says of itself."""
+        await self._start()
         self.wire = await AsyncWire.open(self._socket)
         message = await self.receive()
         assert isinstance(message, Hello)
@@ -103,10 +129,13 @@ class RoleProcess:
     async def receive(self) -> Any:
         """The next message. Raises the child's own error, or WorkerLostError when it died without a word."""
         assert self.wire is not None
+        self._receiving = True
         try:
             message = await self.wire.receive()
         except EOFError:
             raise await self._lost() from None
+        finally:
+            self._receiving = False
         if isinstance(message, Failed):
             raise message.error
         return message
@@ -118,42 +147,92 @@ class RoleProcess:
         except ConnectionError:
             raise await self._lost() from None
 
+    def let_end(self) -> None:
+        """From now on its end is no surprise."""
+        self._may_end = True
+
+    async def watch(self) -> None:
+        """Waits for the process to end, and raises why when that is a surprise, also while nobody waits for an answer of it."""
+        await self._ended()
+        while not (self._receiving or self._may_end):  # whoever receives is told the same
+            await self.receive()
+
     async def stop(self, limit_seconds: float) -> None:
-        """Closes the connection, which tells the child to end; kills it when it does not."""
+        """Closes the connection, which tells the child to end; kills it when it does not, also when this is cancelled."""
+        self.let_end()
         if self.wire is not None:
-            await self.wire.close()
+            self.wire.close()
         else:
             self._socket.close()
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_seconds):
-                await _ended(loop, self._process.sentinel)
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-        self._process.close()
+        self._theirs.close()
+        if self._process.pid is None:
+            return
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_seconds):
+                    await self._ended()
+        finally:
+            if self._process.is_alive():
+                self._process.kill()
+            self._process.join()
+            self._process.close()
+
+    async def _start(self) -> None:
+        """In a thread: the first one waits for the forkserver to load. Cancelled meanwhile, it does not wait for that."""
+        starting = asyncio.get_running_loop().run_in_executor(None, start_process, self._process)
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            done, _ = await asyncio.wait([starting], timeout=_GRACE_SECONDS)
+            if not done:
+                end_forkserver()
+                await asyncio.wait([starting])
+            starting.exception()
+            raise
+        self._theirs.close()
 
     async def _lost(self) -> WorkerLostError:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2.0):
-                await _ended(asyncio.get_running_loop(), self._process.sentinel)
+            async with asyncio.timeout(_GRACE_SECONDS):
+                await self._ended()
         code = self._process.exitcode
         how = "closed its connection" if code is None else f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return WorkerLostError(f"Process {self.name} {how} in the middle of the run.", remedy="See its last lines on stderr; 'headrace doctor' checks memory.")
 
+    async def _ended(self) -> None:
+        """Returns when the process is gone. Several may wait: each on a descriptor of its own."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        sentinel = os.dup(self._process.sentinel)
+        loop.add_reader(sentinel, done.set)
+        try:
+            await done.wait()
+        finally:
+            loop.remove_reader(sentinel)
+            os.close(sentinel)
 
-async def _ended(loop: asyncio.AbstractEventLoop, sentinel: int) -> None:
-    done = asyncio.Event()
-    loop.add_reader(sentinel, done.set)
+
+@contextlib.asynccontextmanager
+async def watched(processes: Sequence[RoleProcess]) -> AsyncIterator[None]:
+    """The body ends with the error of the first of these processes that ends by surprise, also one that nobody waits for just now."""
     try:
-        await done.wait()
-    finally:
-        loop.remove_reader(sentinel)
+        async with asyncio.TaskGroup() as group:
+            watches = [group.create_task(process.watch()) for process in processes]
+            yield
+            for watch in watches:
+                watch.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
+
+
+def let_ctrl_c_in() -> None:
+    """Undoes, in a forked process, what `start_process` held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _child(name: str, end: socket.socket, core: int | None, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Runs in the child: `main(end, *arguments)` owns the socket from its Hello on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    let_ctrl_c_in()
     if core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     parent = multiprocessing.parent_process()
