@@ -335,6 +335,20 @@ class EventLog:
         self._start: float | None = None
         self._subscribers: list[Callable[[dict[str, Any]], None]] = []
 
+    @classmethod
+    def reopened(cls, path: Path, clock: Callable[[], float]) -> EventLog:
+        """Goes on with the log of a run that is over: time goes on from its last whole line, a torn one is cut off."""
+        last, num_bytes = b"", 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    last, num_bytes = line, num_bytes + len(line)
+        os.truncate(path, num_bytes)
+        log = cls(path, clock)
+        if last:
+            log._start = clock() - float(json.loads(last)["time"])
+        return log
+
     def subscribe(self, subscriber: Callable[[dict[str, Any]], None]) -> None:
         self._subscribers.append(subscriber)
 

@@ -125,6 +125,20 @@ def test_without_a_file_the_views_still_see_every_event() -> None:
     assert line_of(evaluated(1, 0.5))["version"] == 1
 
 
+def test_reopened_log_goes_on_in_time_and_cuts_a_torn_line_off(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event":"a","time":0.0}\n{"event":"b","time":41.5}\n{"event":"torn","ti')
+    seconds = [1000.0]
+    log = EventLog.reopened(path, lambda: seconds[0])
+    seconds[0] += 2
+    log.emit(evaluated(3, 0.5))
+    log.close()
+    lines = list(read_events(path))
+    assert [line["event"] for line in lines] == ["a", "b", "evaluated"]
+    assert lines[-1]["time"] == 43.5
+    assert b"torn" not in path.read_bytes()
+
+
 def line_of(event: ev.Event) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     log = EventLog(None, Clock())
