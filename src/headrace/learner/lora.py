@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ class Adapters:
         """The merged model as a Hugging Face directory, and below it the adapter as peft loads it."""
         self._model.save_pretrained(directory, state_dict=dict(self.merged_state()))
         self._peft.save_pretrained(directory / ADAPTER_FOLDER)
+        (directory / ADAPTER_FOLDER / "README.md").unlink(missing_ok=True)  # a model card with nothing filled in
 
     def load(self, directory: Path, saved_model: dict[str, Tensor]) -> None:
         """Takes a checkpoint's adapter over, in place. `saved_model`: its merged parameters, which prove that the base is the same.
@@ -143,13 +144,27 @@ def _wrap(model: Any, settings: Settings) -> Any:
     targets = list(settings.model.lora_targets) or "all-linear"
     config = LoraConfig(r=settings.model.lora_rank, lora_alpha=settings.model.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
     names = sorted({path.rpartition(".")[2] for path, module in model.named_modules() if getattr(getattr(module, "weight", None), "ndim", 0) == 2})
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fan_in_fan_out of GPT-2, which peft sets right by itself
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _quiet():
         torch.manual_seed(settings.run.seed)
         try:
             return get_peft_model(model, config)
         except ValueError as error:
             raise ModelError(f"model.lora_targets is {targets}: {error}", remedy=f"Layers of this model: {', '.join(names)}.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """peft warns about GPT-2's transposed layers, which it then sets right itself, and looks at properties of the model that warn in turn."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
