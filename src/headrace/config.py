@@ -49,6 +49,12 @@ class UpdateMode(StrEnum):
     ABORT = "abort"
 
 
+class RecordTrajectories(StrEnum):
+    ALL = "all"
+    TRAINED = "trained"
+    NONE = "none"
+
+
 class Loss(StrEnum):
     REINFORCE = "reinforce"
     GRPO = "grpo"
@@ -98,6 +104,11 @@ class RunSettings(Section):
     num_samplers: int = Field(1, description="Rollout workers, each with one sampler on one device.", ge=1, le=64)
     num_learner_ranks: int = Field(1, description="Data-parallel learner ranks, each on one device.", ge=1, le=64)
     pin_devices: bool = Field(True, description="On CPU: pin each device's processes to one core.")
+    record_trajectories: RecordTrajectories = Field(
+        RecordTrajectories.TRAINED,
+        description="What goes to trajectories/*.parquet, for people: trained (what the learner got), all (filtered, expired and failed ones too), none.",
+    )
+    record_fraction: float = Field(1.0, description="Share of the groups that are recorded, spread evenly over the run.", gt=0, le=1)
     max_failed_rollouts_in_a_row: int = Field(64, description="Failed rollouts, with no success between them, that end the run.", ge=1)
     max_empty_batches: int = Field(20, description="Batches in a row without any signal that end the run.", ge=1)
 
