@@ -2,7 +2,7 @@
 
     python benchmarks/flat.py [--recipe door] [--rollouts 20000] [--json FILE] [section.key=value ...]
 
-Batches are small (32 rollouts), so that there are many updates. Printed for each process and for the time of an update: the median
+Batches are small (32 rollouts), so that there are many updates, and the policy stays as it is, so that the work does. Printed for each process and for the time of an update: the median
 of the first and of the last quarter of the run, their ratio, and the slope of a straight line through all updates. The first 5 % are
 left out: caches and allocators fill up there. An update that stood beside an evaluation is left out of the times, not of the memory.
 """
@@ -31,7 +31,8 @@ from headrace.runtime.processes import end_forkserver
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FAST = {"door": ["task.options.tool_seconds=0"]}
 """What makes a recipe fast."""
-BATCH = ["rollout.group_size=8", "pool.groups_per_batch=4"]
+STEADY = ["rollout.group_size=8", "pool.groups_per_batch=4", "learner.learning_rate=1e-9", "pool.no_signal=train"]
+"""Many small batches of the same work to the end: the policy stays as it is, and groups of equal rewards are trained too."""
 WARM_UP_FRACTION = 0.05
 
 
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    base = [*FAST.get(arguments.recipe, []), *BATCH, "evaluation.num_tasks=64", *arguments.overrides]
+    base = [*FAST.get(arguments.recipe, []), *STEADY, "evaluation.num_tasks=64", *arguments.overrides]
     batch = load_settings(arguments.recipe, base).settings.batch_trajectories
     updates = -(-arguments.rollouts // batch)
     every = max(1, updates // 8)
