@@ -2,9 +2,10 @@
 
     python benchmarks/flat.py [--recipe door] [--rollouts 20000] [--json FILE] [section.key=value ...]
 
-Batches are small (32 rollouts), so that there are many updates, and the policy stays as it is, so that the work does. Printed for each process and for the time of an update: the median
-of the first and of the last quarter of the run, their ratio, and the slope of a straight line through all updates. The first 5 % are
-left out: caches and allocators fill up there. An update that stood beside an evaluation is left out of the times, not of the memory.
+Batches are small (32 rollouts), so that there are many updates, and the policy stays as it is, so that the work does. Printed for each
+process and for the time of an update: the median of the first and of the last quarter of the run, their ratio, and the slope of a
+straight line through all updates. The first 5 % are left out: caches and allocators fill up there. An update that stood beside an
+evaluation is left out of the times, not of the memory.
 """
 
 from __future__ import annotations
