@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fakes.tiny_models import tiny_model
 from fakes.weights import FakeWeights
 from headrace.clock import run_virtual
 from headrace.errors import CheckpointError, ModelError
-from headrace.learner.core import LearnerRank, load_model
+from headrace.learner.core import LearnerRank, init_ranks, load_model, shutdown_ranks
 from headrace.learner.lora import Adapters, adapter_layout
 from headrace.types import Completion, PolicyVersion, Selection
 from headrace.weights.adapters import AdapterReader
@@ -114,6 +115,44 @@ def test_the_gradient_does_not_depend_on_micro_batches(model_path: Path) -> None
         found.append(learned_gradients(rank, make_selection(mixed_trajectories(5))))
     for name in found[0]:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-9, atol=1e-13)
+
+
+def _learn_twice(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    settings = make_settings(model={"path": "x", **LORA}, learner={"kl_coefficient": 0.1, "micro_batch_tokens": 48})
+    member = LearnerRank(path, settings, rank=rank, world_size=world_size, device="cpu", parameter_dtype=torch.float64)
+    for seed in (1, 2):
+        member.learn(make_selection(mixed_trajectories(seed)))
+    return {name: parameter.detach().numpy() for name, parameter in member.model.named_parameters() if parameter.requires_grad}
+
+
+def _run_rank(rank: int, address: str, path: Path, out: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    init_ranks(rank, 2, address, timeout_seconds=60)
+    out.put((rank, _learn_twice(path, rank, 2)))
+    shutdown_ranks()
+    out.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_end_with_the_adapters_of_one(model_path: Path, tmp_path: Path) -> None:
+    """I8 over real processes, which start with unlike random states."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["headrace.learner.core", "fakes.learner_material"])
+    out = context.Queue()
+    processes = [context.Process(target=_run_rank, args=(rank, f"file://{tmp_path}/ranks", model_path, out)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        alone = _learn_twice(model_path, 0, 1)
+        together = dict(out.get(timeout=120) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            process.kill()
+    for name, expected in alone.items():
+        assert (together[0][name] == together[1][name]).all()
+        assert abs(together[0][name] - expected).max() < 1e-9, name
 
 
 def test_the_reference_model_is_the_one_without_adapters(model_path: Path) -> None:
