@@ -262,10 +262,10 @@ class _LocalRoles:
 async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress, evaluate: bool) -> AsyncIterator[_LocalRoles]:
     """All role processes, up and answering; ended, by force if need be, when the context is left."""
     processes: list[RoleProcess] = []
-    with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as meeting_place:
+    with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as meeting_place, contextlib.ExitStack() as stack:
         try:
             model, parameter_bytes, adapters = await _prepare(settings, code, progress)
-            channel = SharedMemoryChannel(parameter_bytes)
+            channel = stack.enter_context(contextlib.closing(SharedMemoryChannel(parameter_bytes)))
             layout = CoreLayout.of(settings)
             address = f"file://{meeting_place}/ranks"
             ranks = [
@@ -282,7 +282,7 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
             processes += evaluators
             progress("starting samplers and learner", 0.0)
             facts = await _hellos(processes, settings)
-            channel.close()
+            channel.close()  # each process that needs it has its own end
             yield _LocalRoles(
                 workers=[LocalWorker(process) for process in workers],
                 learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
