@@ -22,7 +22,7 @@ from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Placement, Settings
 from headrace.config_loading import ResolvedSettings
-from headrace.errors import HeadraceError, WaitTimeoutError, first_error
+from headrace.errors import HeadraceError, ModelError, WaitTimeoutError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
@@ -350,8 +350,13 @@ def cache_directory() -> Path:
 
 
 def sampling_parameters(settings: Settings, end_tokens: tuple[int, ...]) -> tuple[SamplingParameters, SamplingParameters]:
-    """(training, evaluation)"""
+    """(training, evaluation). Raises ModelError when nothing but the token limit could end an action although the end token should."""
     rollout, evaluation = settings.rollout, settings.evaluation
+    if rollout.stop_at_end_token and not end_tokens and not rollout.stop_strings:
+        raise ModelError(
+            "rollout.stop_at_end_token is true, but the model's tokenizer has no end token: no action would end before rollout.max_action_tokens.",
+            remedy="Give the tokenizer an eos_token, name rollout.stop_strings, or set rollout.stop_at_end_token = false.",
+        )
     stop_tokens = end_tokens if rollout.stop_at_end_token else ()
     training = SamplingParameters(
         temperature=rollout.temperature, max_action_tokens=rollout.max_action_tokens, stop_tokens=stop_tokens, stop_strings=tuple(rollout.stop_strings)

@@ -66,7 +66,7 @@ class _Step(torch.nn.Module):
         super().__init__()
         # By reference, so that new weights are seen. Flat, because a recording of the modules themselves takes four times as long to make.
         for index, parameter in enumerate(model.parameters()):
-            self.register_parameter(f"parameter_{index}", parameter)  # type: ignore[arg-type]
+            self.register_parameter(f"parameter_{index}", parameter)
         for index, buffer in enumerate(model.buffers()):
             self.register_buffer(f"buffer_{index}", buffer)
         self._forward_in_python, self._shapes, self._single = forward, shapes, single

@@ -15,7 +15,9 @@ from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 from fakes.sampling import beside, make_sampler, request
 from fakes.tiny_models import CONTEXT, LETTERS, VOCABULARY, tiny_model, tiny_tokenizer
 from headrace.clock import run_virtual
+from headrace.config import Settings
 from headrace.errors import ModelError
+from headrace.runtime.local import sampling_parameters
 from headrace.sampler.model import ServedModel
 
 
@@ -123,3 +125,14 @@ def test_a_cap_on_the_logits_is_found_even_where_fresh_weights_make_them_tiny(ki
 
 def test_letters_and_vocabulary_of_the_tiny_models_fit() -> None:
     assert len(LETTERS) == VOCABULARY
+
+
+def test_a_tokenizer_without_end_token_is_refused_only_where_nothing_else_would_end_an_action() -> None:
+    def settings(**rollout: Any) -> Settings:
+        return Settings.model_validate({"rollout": rollout})
+
+    with pytest.raises(ModelError, match="tokenizer has no end token"):
+        sampling_parameters(settings(), ())
+    assert sampling_parameters(settings(), (5,))[0].stop_tokens == (5,)
+    assert sampling_parameters(settings(stop_strings=["."]), ())[0].stop_strings == (".",)
+    assert sampling_parameters(settings(stop_at_end_token=False), ())[0].stop_tokens == ()
