@@ -1,0 +1,229 @@
+"""`headrace report`: runs as one self-contained HTML file.
+
+The page holds everything it shows: plotly.js (gzip, base64; the browser unpacks it) once, figures as JSON, text as HTML. It asks the
+network for nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import RunDirectoryError
+from headrace.report.examples import load_recorded
+from headrace.report.figures_learning import ARM_COLORS, Arm, evaluation_curve, reward_curve
+from headrace.report.markup import Markup, figure, join, number_text, percent, table, tag
+from headrace.report.record import RunRecord, load_run
+from headrace.report.sections import facts_line, run_sections, section, settings_section
+from headrace.report.words import final_mean, mean_of, metric_of, run_sentences, seconds_to, status_of
+
+_COMPRESSION = 9
+_BELOW_FINAL = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFile:
+    path: Path
+    size_bytes: int
+    runs: Sequence[RunRecord]
+
+
+def write_report(directories: Sequence[Path], out: Path, *, arm_names: Sequence[str] | None = None, verdict: str | None = None) -> ReportFile:
+    """`arm_names`: one for each directory; runs of one name are seeds of one arm. Default: runs with equal settings but for the seed.
+
+    Raises ConfigError when a directory is no run, RunDirectoryError when `out` cannot be written.
+    """
+    runs = [load_run(directory) for directory in directories]
+    text = page(runs, arms_of(runs, arm_names), verdict=verdict)
+    data = text.encode("utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(data)
+    except OSError as error:
+        raise RunDirectoryError(f"{out}: the report cannot be written: {error.strerror}.", remedy="Choose another place with --out FILE.") from error
+    return ReportFile(path=out, size_bytes=len(data), runs=runs)
+
+
+def arms_of(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[Arm]:
+    """In order of their first run."""
+    keys = list(names) if names is not None else [_arm_key(run) for run in runs]
+    groups: dict[str, list[RunRecord]] = {}
+    for key, run in zip(keys, runs, strict=True):
+        groups.setdefault(key, []).append(run)
+    labels = dict(zip(groups, groups if names is not None else _labels(list(groups.values())), strict=True))
+    return [Arm(name=labels[key], runs=group, color=ARM_COLORS[index % len(ARM_COLORS)]) for index, (key, group) in enumerate(groups.items())]
+
+
+def page(runs: Sequence[RunRecord], arms: Sequence[Arm], *, verdict: str | None = None) -> str:
+    recipes = dict.fromkeys(str(run.summary["recipe"] or run.name) for run in runs)
+    title = ", ".join(recipes)
+    body = _single(runs[0], arms, verdict) if len(runs) == 1 else _several(runs, arms, verdict)
+    header = tag("header", tag("p", "Headrace report", class_="brand"), tag("h1", title))
+    columns = [(arm.name if len(arms) > 1 else "value", arm.runs[0]) for arm in arms]
+    main = tag("main", header, body, settings_section(columns), _footer(runs))
+    head = tag(
+        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"), tag("title", f"{title} · headrace report"), tag("style", Markup(_asset("page.css"))),
+    )  # fmt: skip
+    scripts = [tag("script", Markup(_plotly()), type="text/plain", id="plotly"), tag("script", Markup(_asset("page.js")))]
+    return "<!DOCTYPE html>\n" + tag("html", head, tag("body", main, *scripts), lang="en") + "\n"
+
+
+def _single(run: RunRecord, arms: Sequence[Arm], verdict: str | None) -> Markup:
+    return join(
+        [
+            tag("div", tag("p", " ".join([*([verdict] if verdict else []), *run_sentences(run)])), class_="summary"),
+            _problem(run),
+            *(tag("p", line, class_="note") for line in facts_line(run)),
+            _curves([run], arms),
+            run_sections(run, load_recorded(run.directory)),
+        ]
+    )
+
+
+def _several(runs: Sequence[RunRecord], arms: Sequence[Arm], verdict: str | None) -> Markup:
+    details = []
+    for index, (arm, run) in enumerate([(each, run) for each in arms for run in each.runs]):
+        title = f"{arm.name}, seed {run.summary['seed']}"
+        told = [tag("p", " ".join(run_sentences(run))), _problem(run), *(tag("p", line, class_="note") for line in facts_line(run))]
+        whole = [*told, run_sections(run, load_recorded(run.directory))]
+        details.append(
+            tag("details", tag("summary", title, " ", tag("small", f"{run.name} · {status_of(run)}")), *whole, class_="run", open="" if index == 0 else None)
+        )
+    lead = [verdict] if verdict else []
+    return join(
+        [
+            tag("div", tag("p", " ".join([*lead, _overview(runs, arms)])), class_="summary"),
+            *(_problem(run) for run in runs),
+            section("The arms", _arm_table(arms)),
+            _curves(runs, arms),
+            tag("h2", "Run by run"),
+            *details,
+        ]
+    )
+
+
+def _curves(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> Markup | None:
+    metric = metric_of(runs[0])
+    charts = [evaluation_curve(arms, by_seconds=False, metric=metric), evaluation_curve(arms, by_seconds=True, metric=metric), reward_curve(arms)]
+    return section("What was learned", tag("div", *(figure(chart) for chart in charts), class_="grid wide-first") if any(charts) else None)
+
+
+def _overview(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> str:
+    parts = []
+    for arm in arms:
+        final = mean_of([final_mean(run) for run in arm.runs])
+        seconds = mean_of([run.summary["wall_seconds"] for run in arm.runs])
+        occupancy = mean_of([run.summary["utilization"]["occupancy"] for run in arm.runs])
+        known = f"{number_text(seconds)} s of training"
+        if final is not None:
+            known += f", {metric_of(arm.runs[0])} {final:.3f} at the end"
+        if occupancy is not None:
+            known += f", occupancy {percent(occupancy)}"
+        parts.append(f"{arm.label}: {known}")
+    count = f"{len(runs)} runs" if len(arms) == 1 else f"{len(runs)} runs in {len(arms)} arms"
+    return f"{count}. {'. '.join(parts)}."
+
+
+def _arm_table(arms: Sequence[Arm]) -> Markup:
+    """Means over an arm's seeds; the target is what every arm reached, as `compare` sets it."""
+    finals = [mean_of([final_mean(run) for run in arm.runs]) for arm in arms]
+    known = [final for final in finals if final is not None]
+    target = min(known) - _BELOW_FINAL if known else None
+    rows = []
+    for arm, final in zip(arms, finals, strict=True):
+        summaries = [run.summary for run in arm.runs]
+        times = [seconds_to(run, target) for run in arm.runs] if target is not None else []
+        ends = [value for run in arm.runs if (value := final_mean(run)) is not None]
+        spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
+        reached = f"{sum(time is not None for time in times)} of {len(times)}: " if None in times else ""
+        rows.append(
+            [
+                arm.name, ", ".join(str(each["seed"]) for each in summaries), number_text(mean_of([each["num_updates"] for each in summaries])),
+                f"{number_text(mean_of([each['wall_seconds'] for each in summaries]))} s", f"{final:.3f}{spread}" if final is not None else "–",
+                f"{reached}{number_text(mean_of(times))} s" if any(times) else "–", percent(mean_of([each["utilization"]["occupancy"] for each in summaries])),
+                percent(mean_of([each["utilization"]["busy_fraction"] for each in summaries])),
+                number_text(mean_of([each["tokens_per_second"] for each in summaries])),
+                _staleness([each["staleness"] for each in summaries]),
+            ]
+        )  # fmt: skip
+    reach = f"to {target:.3f}" if target is not None else "to target"
+    header = ["arm", "seeds", "updates", "training", "final evaluation", reach, "occupancy", "busy", "tokens/s", "staleness mean / max"]
+    note = "Means over the seeds. Final: mean of the last 3 evaluations, in brackets the lowest and highest seed. "
+    note += f"{reach[0].upper()}{reach[1:]}: seconds of training from which on the mean of 3 evaluations stays there (0.01 under the lowest arm's final). "
+    return join([table(header, rows), tag("p", note, "Whether a difference is resolved is what ", tag("code", "headrace compare"), " says.", class_="note")])
+
+
+def _staleness(each: Sequence[Mapping[str, Any]]) -> str:
+    mean = mean_of([one["mean"] for one in each])
+    if mean is None:
+        return "–"
+    return f"{mean:.1f} / {max(one['max'] or 0 for one in each)}"
+
+
+def _problem(run: RunRecord) -> Markup | None:
+    """What went wrong, where it did."""
+    parts = []
+    finished = run.finished
+    if finished is not None and finished.get("error"):
+        error = finished["error"]
+        remedy = f" {error['remedy']}" if error.get("remedy") else ""
+        parts.append(tag("p", tag("strong", f"{run.name}: {error.get('kind', 'error')}. "), f"{error.get('message', '')}{remedy}"[:2000]))
+    if run.unreadable:
+        parts.append(tag("p", f"{run.name}: {run.unreadable:,} lines of events.jsonl cannot be read and are left out."))
+    refused = [line for line in run.events("updated") if line["refused"]]
+    if refused:
+        parts.append(tag("p", f"{run.name}: {len(refused):,} updates were refused, the last one: {refused[-1]['refused']}"))
+    return tag("div", *parts, class_="problem") if parts else None
+
+
+def _footer(runs: Sequence[RunRecord]) -> Markup:
+    text = "Made by headrace report from the event log of the run; staleness, occupancy and the other words are those of docs/concepts.md. "
+    return tag(
+        "footer",
+        tag("p", text if len(runs) == 1 else text.replace("the run", "the runs")),
+        tag("noscript", "The figures need JavaScript; the text and the tables do not."),
+    )
+
+
+def _arm_key(run: RunRecord) -> str:
+    """Equal for runs that differ in nothing but their seed."""
+    started = run.started
+    settings = {name: dict(values) if isinstance(values, Mapping) else values for name, values in run.settings.items()}
+    if isinstance(settings.get("run"), dict):
+        settings["run"].pop("seed", None)
+    return repr((started.get("recipe"), started.get("mode"), started.get("placement"), sorted(settings.items())))
+
+
+def _labels(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
+    """Mode and placement; where that is not enough, with the settings that differ."""
+    firsts = [group[0] for group in groups]
+    recipes = {run.started.get("recipe") for run in firsts}
+    base = []
+    for run in firsts:
+        recipe = f"{run.started.get('recipe')} " if len(recipes) > 1 else ""
+        base.append(f"{recipe}{run.started.get('mode')} {run.started.get('placement')}")
+    flat = [{f"{name}.{key}": value for name, part in run.settings.items() if isinstance(part, Mapping) for key, value in part.items()} for run in firsts]
+    for label in set(base):
+        same = [index for index, each in enumerate(base) if each == label]
+        if len(same) > 1:
+            keys = [key for key in dict.fromkeys(key for index in same for key in flat[index]) if len({repr(flat[index].get(key)) for index in same}) > 1]
+            keys = [key for key in keys if key not in ("run.seed", "run.name")]
+            for index in same:
+                base[index] += " " + (", ".join(f"{key}={flat[index].get(key)}" for key in keys[:3]) or firsts[index].name)
+    return base
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), _COMPRESSION, mtime=0)).decode()
+
+
+def _asset(name: str) -> str:
+    return resources.files("headrace.report").joinpath(name).read_text(encoding="utf-8")
