@@ -58,9 +58,17 @@ def build_parser() -> argparse.ArgumentParser:
     new.add_argument("directory", metavar="DIRECTORY", help="the folder to make; its last part is the task's name")
     new.add_argument("--kind", choices=("one_step", "multi_step"), default="one_step", help="a prompt and its answer, or an environment (default: one_step)")
 
+    _add_report_arguments(command("report", "make one HTML file about a run, or about several"))
+
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")
     return parser
+
+
+def _add_report_arguments(report: argparse.ArgumentParser) -> None:
+    report.add_argument("runs", metavar="RUN", nargs="+", help="a run directory; runs with equal settings but for the seed become one curve with a band")
+    report.add_argument("--out", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
+    report.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
