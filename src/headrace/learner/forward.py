@@ -99,6 +99,8 @@ def use_exact_attention(model: Any) -> None:
         return
     caps: list[float] = []
     token = _soft_caps.set(caps)
+    was_training = model.training
+    model.eval()  # dropout would move the global random state
     model.set_attn_implementation(_NOTING)
     try:
         with torch.no_grad():
@@ -106,6 +108,7 @@ def use_exact_attention(model: Any) -> None:
     finally:
         _soft_caps.reset(token)
         model.set_attn_implementation("eager" if caps else "sdpa")
+        model.train(was_training)
 
 
 def _noting_attention(

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from headrace.config import ModelSettings, Settings
 from headrace.errors import ModelError
+from headrace.learner.forward import use_exact_attention
 
 PAD = "<pad>"
 END = "<end>"
@@ -60,6 +61,7 @@ def make_model(settings: Settings) -> tuple[torch.nn.Module, PreTrainedTokenizer
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:  # whatever the architecture says about its own keys
             raise ModelError(f"model.architecture cannot be built: {type(error).__name__}: {error}", remedy="Correct its keys.") from error
+    use_exact_attention(model)
     return model, tokenizer
 
 
