@@ -52,6 +52,18 @@ def load_model(model_path: str, dtype: torch.dtype, device: torch.device) -> Any
         raise ModelError(f"{model_path}: the model cannot be loaded on device '{device}': {what[0]}", remedy="Correct model.path or model.device.") from error
 
 
+def usable_device(name: str | torch.device) -> torch.device:
+    """Raises ModelError for a device that torch does not know or does not see."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"model.device '{name}' cannot be used: {str(error).splitlines()[0]}", remedy="Name one that `headrace doctor` lists, or cpu."
+        ) from error
+    return device
+
+
 def learning_rate(settings: Settings, number: int) -> float:
     """Of the update from version `number`: linear warm-up, then constant, or linear or cosine to 0 after run.num_updates."""
     learner = settings.learner
@@ -104,7 +116,7 @@ class LearnerRank:
         self._settings = settings
         self._objective = Objective.from_settings(settings)
         self._rank, self._world_size, self._writer = rank, world_size, writer
-        self._device = torch.device(settings.model.device if device is None else device)
+        self._device = usable_device(settings.model.device if device is None else device)
         if self._device == torch.device("cuda") and world_size > 1:  # "cuda" alone would put every rank on the first one
             self._device = torch.device("cuda", rank)
         self._dtype = parameter_dtype

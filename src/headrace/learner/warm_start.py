@@ -167,9 +167,14 @@ def _demonstrations(settings: Settings, code: RecipeCode) -> Iterator[Demonstrat
         arguments["seed"] = settings.warm_start.seed
     while True:
         empty = True
-        for demonstration in _iterate(function(**arguments), code, reference):
-            empty = False
-            yield demonstration
+        try:
+            for demonstration in _iterate(function(**arguments), code, reference):
+                empty = False
+                yield demonstration
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise RecipeError(f"{code.path}: '{reference}' raised {code.described(error)}.", remedy="Mend that function.") from error
         if empty:
             raise RecipeError(f"{code.path}: '{reference}' yields no demonstrations.", remedy="Yield (prompt, answer, ...) tuples.")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Settings
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, ModelError
 from headrace.recipe import RecipeCode
 from headrace.roles import WeightReader
 from headrace.runtime.processes import Alive, Failed, Hello, as_headrace_error
@@ -173,7 +173,11 @@ def _make_sampler(model: Path, settings: Settings, channel: Any | None, adapters
     if weights is not None and adapters is not None:
         weights = AdapterReader(weights, adapters)
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
+    except Exception as error:  # whatever its files or its own code raise
+        what = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{model}: the tokenizer cannot be loaded: {what[0]}", remedy="Put the model's tokenizer files beside it.") from error
     sampler = TransformersSampler(
         str(model),
         settings=settings.sampler,
@@ -188,8 +192,6 @@ def _make_sampler(model: Path, settings: Settings, channel: Any | None, adapters
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-
-    from headrace.errors import ModelError
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]))

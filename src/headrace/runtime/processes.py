@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any
 
 from headrace.errors import HeadraceError, WorkerLostError, first_error
@@ -82,6 +82,7 @@ def start_process(process: multiprocessing.process.BaseProcess) -> None:
 
     Call it in a thread where the first start's seconds matter. What is forked inherits the mask: `let_ctrl_c_in` ends it there.
     """
+    resource_tracker.ensure_running()  # by itself it would undo the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,18 +156,18 @@ class SharedMemoryReader:
 
 def parameter_bytes(directory: Path | str) -> int:
     """Bytes the parameters of a Hugging Face directory take in memory order, with room for alignment; reads headers only."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise ModelError(f"{directory}: no *.safetensors file.", remedy="Save the model with save_pretrained.")
     elements, tensors = 0, 0
     for file in files:
-        with safe_open(str(file), framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 (not a dict)
-                size = 1
-                for extent in content.get_slice(name).get_shape():
-                    size *= extent
-                elements += size
-                tensors += 1
+        try:
+            with safe_open(str(file), framework="pt") as content:
+                shapes = [content.get_slice(name).get_shape() for name in content.keys()]  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}: not a whole safetensors file: {error}", remedy="Download or save the model again.") from error
+        elements += sum(math.prod(shape) for shape in shapes)
+        tensors += len(shapes)
     return 4 * (elements + ALIGNMENT * tensors)  # float32 is the widest dtype headrace serves
