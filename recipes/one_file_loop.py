@@ -1,10 +1,8 @@
 """The whole algorithm in one file and one process, for reading and for trying things.
 
-    python recipes/one_file_loop.py door --updates 20
-    python recipes/one_file_loop.py arithmetic learner.loss=cispo learner.learning_rate=1e-3
+    python recipes/one_file_loop.py arithmetic --updates 50 learner.loss=cispo
 
-    sample groups of rollouts with the newest weights  ->  rewards  ->  one update  ->  hand the new weights over  ->  again
-
+Again and again: sample groups of rollouts with the newest weights, reward them, make one update, hand the new weights over.
 The parts are headrace's own; only the loop is the simplest there is. One thing happens after another, so every token is trained by
 the weights that drew it (staleness 0), and whoever is not at work waits. `headrace run` has the same parts at work at the same
 time, each in a process of its own, with an experience pool between them (conductor.py).
@@ -29,6 +27,7 @@ from headrace.learner.core import LearnerRank
 from headrace.learner.warm_start import prepare_model
 from headrace.pool.selection import has_signal
 from headrace.recipe import RecipeCode
+from headrace.rollout.render import end_tokens
 from headrace.rollout.roll_out import roll_out
 from headrace.rollout.user_code import RecipeUserCode
 from headrace.runtime.local import cache_directory, sampling_parameters
@@ -64,7 +63,7 @@ class Loop:
         self.code = code = RecipeCode(resolved.task_module, settings.task.options)
         model = prepare_model(settings, code, cache_directory=cache_directory(), progress=_show)  # a short supervised start, or model.path
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.sampling = sampling_parameters(settings, self.tokenizer.eos_token_id)[0]
+        self.sampling = sampling_parameters(settings, end_tokens(self.tokenizer))[0]
         self.tasks = make_task_source(settings, code)
         self.user_code = RecipeUserCode(code, settings)  # the recipe's environment and reward
         weights = Weights()
@@ -134,7 +133,8 @@ async def train(loop: Loop, num_updates: int) -> list[float]:
 
 
 def _show(what: str, fraction: float) -> None:
-    print(f"\r{what} {fraction:4.0%}", end="" if fraction < 1 else "\n", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(f"\r{what} {fraction:4.0%}", end="" if fraction < 1 else "\n", file=sys.stderr)
 
 
 if __name__ == "__main__":
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     parser.add_argument("recipe", help="a shipped recipe's name, a recipe file, or its folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the recipe's")
     parser.add_argument("--updates", type=int, default=20)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     torch.set_num_threads(1)  # a second thread makes small models slower
     try:
         asyncio.run(train(Loop(arguments.recipe, arguments.overrides), arguments.updates))

@@ -1,10 +1,10 @@
-"""Arithmetic: remainders by repeated subtraction, written out.
+"""Arithmetic: division by repeated subtraction, written out.
 
-    058%7=051 044 037 030 023 016 009 002
+    33/4=29 25 21 17 13 09 05 01
 
-The prompt asks for the remainder; the answer takes the divisor away again and again, writes down every difference, and stops at
-the first one below the divisor: that is the remainder. Only the last number is graded. The length of an answer follows
-from its problem: quotients are log-normal, so most answers are short and some are very long.
+The answer takes the divisor away again and again, writes down every difference, and stops at the first one below the divisor. How
+many differences there are is the quotient, the last one is the remainder: these two are graded. The length of an answer
+follows from its problem: quotients are log-normal, so most answers are short and some are very long.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headrace.roles import ScorePolicy
 from headrace.types import Task
 
 MEDIAN_QUOTIENT, SIGMA_QUOTIENT, MIN_QUOTIENT, MAX_QUOTIENT = 6, 0.7, 1, 40
-SMALLEST_DIVISOR, LARGEST_DIVISOR = 4, 9
-LONG_QUOTIENT = 12  # answers of more differences are of kind `long`
-DIGITS = 3  # of every number, leading zeros included
+SMALLEST_DIVISOR, LARGEST_DIVISOR = 2, 5
+LONG_QUOTIENT = 10  # answers of more differences are of kind `long`
+DIGITS = 2  # of every number, leading zeros included
 END = "<end>"
 
-GUIDE_CONFUSED_DIGITS = (0, 1, 2)
-GUIDE_CONFUSED_FRACTION = 0.7
-GUIDE_MAX_DIFFERENCES = 44
+GUIDE_CONFUSED_DIGITS = (0, 1)
+GUIDE_CONFUSED_FRACTION = 0.75
+GUIDE_MAX_DIFFERENCES = 40  # mistakes make the work longer
 
 
 def tasks(num_tasks: int = 20_000, task_seed: int = 1) -> Iterator[Task]:
@@ -50,16 +50,17 @@ def right_work(number: int, divisor: int) -> str:
 
 
 async def reward(task: Task, answer: str) -> float:
-    """1 when the last number is the remainder, however it was found."""
-    return float(answer.rpartition(" ")[2] == task.data["remainder"])
+    """1 when there are as many differences as the quotient and the last one is the remainder, whatever stands between."""
+    differences = answer.split(" ")
+    return float(len(differences) == task.data["quotient"] and differences[-1] == task.data["remainder"])
 
 
 def demonstrations(seed: int = 0) -> Iterator[tuple[str, str]]:
     """(problem, work of a poor guide) without end, for the supervised warm start.
 
-    The guide subtracts well, but down from a last digit 0, 1 or 2, where it has to borrow, it mostly takes one too few away: 151 - 7
-    is 145 to it. It believes its own differences and goes on from there, so that a model that answers like it is wrong about
-    most problems, also when it takes its most probable tokens.
+    The guide subtracts well, but down from a last digit 0 or 1, where it has to borrow, it mostly takes one too few away: 21 - 4 is 18
+    to it. It believes its own differences and goes on from there, so that a model that answers like it is wrong about most
+    problems, also when it takes its most probable tokens.
     """
     random_source = random.Random(f"guide {seed}")
     while True:
@@ -110,7 +111,7 @@ def _right_sequence(policy: ScorePolicy, task: Task) -> list[int]:
 
 def _borrows(task: Task) -> list[bool]:
     """Of each difference of the right work: whether its last digit is taken from a smaller one."""
-    number, _, divisor = task.data["prompt"].rstrip("=").partition("%")
+    number, _, divisor = task.data["prompt"].rstrip("=").partition("/")
     numbers = [number, *task.data["work"].split(" ")]
     return [before[-1] < divisor[-1] for before in numbers[:-1]]
 
@@ -120,20 +121,21 @@ def _tasks(num_tasks: int, seed: int, *, evaluation: bool) -> Iterator[Task]:
     problems = (_draw_problem(random_source) for _ in itertools.count())
     fitting = (problem for problem in problems if _is_held_out(*problem) == evaluation)
     for index, (number, divisor) in enumerate(itertools.islice(fitting, num_tasks)):
+        work = right_work(number, divisor)
         yield Task(
             id=f"{'evaluation' if evaluation else 'train'}-{seed}-{index}",
-            data={"prompt": _prompt(number, divisor), "work": right_work(number, divisor), "remainder": f"{number % divisor:0{DIGITS}d}"},
+            data={"prompt": _prompt(number, divisor), "work": work, "quotient": number // divisor, "remainder": work[-DIGITS:]},
             kind="long" if number // divisor > LONG_QUOTIENT else "short",
         )
 
 
 def _prompt(number: int, divisor: int) -> str:
-    return f"{number:0{DIGITS}d}%{divisor}="
+    return f"{number:0{DIGITS}d}/{divisor}="
 
 
 def _is_held_out(number: int, divisor: int) -> bool:
-    """An eighth of all problems is for evaluation, whatever the seeds."""
-    return zlib.crc32(_prompt(number, divisor).encode()) % 8 == 0
+    """A quarter of all problems is for evaluation, whatever the seeds."""
+    return zlib.crc32(_prompt(number, divisor).encode()) % 4 == 0
 
 
 def _draw_problem(random_source: random.Random) -> tuple[int, int]:
@@ -141,5 +143,5 @@ def _draw_problem(random_source: random.Random) -> tuple[int, int]:
     quotient = 0
     while not MIN_QUOTIENT <= quotient <= MAX_QUOTIENT:
         quotient = round(MEDIAN_QUOTIENT * random_source.lognormvariate(0.0, SIGMA_QUOTIENT))
-    divisor = random_source.randint(SMALLEST_DIVISOR, LARGEST_DIVISOR)
+    divisor = random_source.randint(SMALLEST_DIVISOR, min(LARGEST_DIVISOR, 10**DIGITS // (quotient + 1)))
     return quotient * divisor + random_source.randrange(divisor), divisor
