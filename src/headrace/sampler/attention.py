@@ -30,6 +30,9 @@ _FUSED_QUERIES = 16
 """From so many queries on torch's fused attention is faster than two matrix products, and needs no [Q, L] scores."""
 _SMALLEST_WINDOW = 128
 """Rows whose context is within it are never kept apart: short contexts cost less than one more group."""
+_FEW_KEYS = 2**14
+"""Rows x longest context. Up to it short rows of whatever contexts are one group: padding costs less than a second group, and only
+steps of one group are recorded (recorded.py)."""
 
 
 class LayerShape(NamedTuple):
@@ -133,7 +136,7 @@ told_to_attention: ContextVar[list[tuple[int, int | None]]] = ContextVar("told_t
 
 def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
     """Packs rows: `new_tokens[r]` follow `starts[r]` tokens that slot `slots[r]` already holds."""
-    if max(starts) < _SMALLEST_WINDOW and max(map(len, new_tokens)) == 1:
+    if (max(starts) + 1) * len(starts) <= _FEW_KEYS and max(map(len, new_tokens)) == 1:
         return _decode_plan(new_tokens, starts, slots, device)
     lengths_R = np.fromiter(map(len, new_tokens), np.int64, len(new_tokens))
     starts_R, slots_R = np.array(starts, np.int64), np.array(slots, np.int64)
@@ -170,7 +173,7 @@ def _decode_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slo
 def _group_rows(lengths_R: np.ndarray[Any, Any], starts_R: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Row numbers by group: like numbers of queries together, and contexts within a factor of 4."""
     ends_R = lengths_R + starts_R
-    if lengths_R.max() <= SHORT_TOKENS and ends_R.max() <= _SMALLEST_WINDOW:
+    if lengths_R.max() <= SHORT_TOKENS and ends_R.max() * len(ends_R) <= _FEW_KEYS:
         return [np.arange(len(lengths_R))]
     queries = np.where(lengths_R <= SHORT_TOKENS, 0, np.ceil(np.log2(lengths_R))).astype(np.int64)
     windows = np.ceil(np.log2(np.maximum(ends_R / _SMALLEST_WINDOW, 1)) / 2).astype(np.int64)

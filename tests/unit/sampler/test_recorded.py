@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fakes.tiny_models import CONTEXT, SERVED, VOCABULARY, tiny_model
 from headrace.sampler.attention import BatchPlan, make_plan
@@ -53,6 +57,26 @@ def test_prompts_and_unlike_contexts_are_left_to_python() -> None:
     cache = model.new_cache(2, CONTEXT)
     plan = make_plan([[1] * 30, [1]], [0, 4], [0, 1], model.device)
     assert model._recorded.run(cache, plan, plan.last_R) is None
+
+
+def test_many_rows_of_unlike_contexts_are_attended_apart_and_few_together_with_the_same_logits(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model("mistral"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1200}))
+    model = ServedModel(str(tmp_path), max_context_tokens=1100, device="cpu", dtype="float32")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    chooser = random.Random(0)
+    rows = [[chooser.randrange(VOCABULARY) for _ in range(length)] for length in (10, 1000, 200, *[30] * 17)]
+    cache = model.new_cache(len(rows), 1100)
+    slots = list(range(len(rows)))
+    prompts = make_plan([row[:-1] for row in rows], [0] * len(rows), slots, model.device)
+    model.forward(cache, prompts, prompts.last_R)
+    with torch.inference_mode():
+        expected = torch.stack([plain(input_ids=torch.tensor([row])).logits[0, -1] for row in rows[:4]])
+    for number, num_groups in ((len(rows), 3), (4, 1)):
+        plan = make_plan([row[-1:] for row in rows[:number]], [len(row) - 1 for row in rows[:number]], slots[:number], model.device)
+        assert len(plan.groups) == num_groups
+        torch.testing.assert_close(model.forward(cache, plan, plan.last_R)[:4], expected, atol=1e-4, rtol=0)
 
 
 def recorded_with(model: ServedModel, forward: Forward) -> RecordedSteps:
