@@ -62,14 +62,14 @@ def test_a_run_with_lora_publishes_adapters_only_and_leaves_a_plain_model(run_le
     from transformers import AutoModelForCausalLM
 
     run = run_letters("run.num_updates=3", "model.lora_rank=2", "learner.kl_coefficient=0.01")
-    full = run_letters("run.num_updates=1", name="full")
     assert run.named("run_finished")[0]["status"] == "done"
     assert all(event["ledger"]["closes"] for event in run.named("ledger"))
-    assert run.named("weights_published")[-1]["bytes"] < full.named("weights_published")[-1]["bytes"] / 4
-    updates = [event for event in run.named("update_finished") if event["statistics"] is not None]
-    assert all(abs(event["statistics"]["kl_sampler_learner"]) < 1 for event in updates)
+    fresh = [event["statistics"] for event in run.named("updated") if event["statistics"]["staleness_max"] == 0]
+    assert fresh and all(abs(statistics["kl_sampler_learner"]) < 1e-4 for statistics in fresh)  # I3, over the wire
     assert run.outcome.checkpoint is not None
     plain = AutoModelForCausalLM.from_pretrained(run.outcome.checkpoint).eval()
+    all_bytes = 4 * sum(parameter.numel() for parameter in plain.parameters())
+    assert {event["bytes"] for event in run.named("weights_published")} and all(event["bytes"] < all_bytes / 4 for event in run.named("weights_published"))
     adapter = run.outcome.checkpoint / "adapter"
     base = AutoModelForCausalLM.from_pretrained(_base_of(adapter)).eval()
     tokens = torch.tensor([[1, 2, 3, 1]])
