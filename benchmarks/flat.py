@@ -3,8 +3,8 @@
     python benchmarks/flat.py [--recipe door] [--rollouts 20000] [--json FILE] [section.key=value ...]
 
 Batches are small (32 rollouts), so that there are many updates, and the policy stays as it is, so that the work does. Printed for each
-process and for the time of an update: the median of the first and of the last quarter of the run, their ratio, and the slope of a
-straight line through all updates. The first 5 % are left out: caches and allocators fill up there. An update that stood beside an
+process and for the time of an update: the median of each quarter of the run, the last by the first, and the slope of a straight
+line through all updates. The first 5 % are left out: caches and allocators fill up there. An update that stood beside an
 evaluation is left out of the times, not of the memory.
 """
 
@@ -65,14 +65,13 @@ class Probe:
             self.rollouts.append(self._finished)
 
 
-def trend(rollouts: np.ndarray, values: np.ndarray) -> dict[str, float]:
-    """Medians of the first and last quarter, their ratio, slope by 1,000 rollouts."""
+def trend(rollouts: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """Median of each quarter, last / first, slope by 1,000 rollouts."""
     start = int(len(values) * WARM_UP_FRACTION)
     rollouts, values = rollouts[start:], values[start:]
-    quarter = max(1, len(values) // 4)
-    first, last = float(np.median(values[:quarter])), float(np.median(values[-quarter:]))
+    quarters = [float(np.median(part)) for part in np.array_split(values, 4)]
     slope = float(np.polyfit(rollouts / 1000, values, 1)[0])
-    return {"first_quarter": first, "last_quarter": last, "ratio": last / first, "slope_per_1000_rollouts": slope}
+    return {"quarters": quarters, "ratio": quarters[-1] / quarters[0], "slope_per_1000_rollouts": slope}
 
 
 def measure(events: list[dict[str, Any]], probe: Probe) -> dict[str, Any]:
@@ -117,14 +116,14 @@ def main() -> None:
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['rollouts']:,} rollouts, {result['updates']} updates, load at the end {os.getloadavg()[0]:.1f}")
-    print(f"{'':<28}{'first quarter':>14}{'last quarter':>14}{'ratio':>8}{'slope by 1,000 rollouts':>26}")
+    print(f"{'median of each quarter':<24}{'1':>10}{'2':>10}{'3':>10}{'4':>10}{'4 / 1':>8}{'slope by 1,000 rollouts':>26}")
     rows = [("update, ms", result["seconds_an_update"], 1000.0), ("learner busy, ms", result["learner_seconds_an_update"], 1000.0)]
     rows += [(f"{name}, MiB", values, 1.0) for name, values in result["memory_mebibytes"].items()]
     for name, values, scale in rows:
-        first, last, slope = (values[key] * scale for key in ("first_quarter", "last_quarter", "slope_per_1000_rollouts"))
-        print(f"{name:<28}{first:>14.2f}{last:>14.2f}{values['ratio']:>8.3f}{slope:>26.4f}")
-    total = [sum(values[key] for values in result["memory_mebibytes"].values()) for key in ("first_quarter", "last_quarter")]
-    print(f"{'all processes, MiB':<28}{total[0]:>14.2f}{total[1]:>14.2f}{total[1] / total[0]:>8.3f}")
+        quarters = "".join(f"{quarter * scale:>10.2f}" for quarter in values["quarters"])
+        print(f"{name:<24}{quarters}{values['ratio']:>8.3f}{values['slope_per_1000_rollouts'] * scale:>26.4f}")
+    totals = [sum(parts) for parts in zip(*(values["quarters"] for values in result["memory_mebibytes"].values()), strict=True)]
+    print(f"{'all processes, MiB':<24}{''.join(f'{total:>10.2f}' for total in totals)}{totals[-1] / totals[0]:>8.3f}")
 
 
 if __name__ == "__main__":
