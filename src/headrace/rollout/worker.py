@@ -132,6 +132,11 @@ class RolloutWorkerCore:
             activity=self._sampler.take_activity() if self._activity_is_due() else None,
         )
 
+    def report_soon(self) -> None:
+        """A report is due even if nothing happened. Hosts in processes of their own call it at intervals: a worker without rollouts
+        is silent, and while the learner takes minutes over a batch it would be taken for a dead one."""
+        self._changed.set()
+
     async def announce(self, update: WeightUpdate) -> None:
         if self._announced_version is None or update.version > self._announced_version:
             self._announced_version = update.version

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.sampler.transformers_sampler import TransformersSampler
 
 HEARTBEAT_SECONDS = 1.0
-"""Between two signs of life of a busy evaluator."""
+"""Between two signs of life of a worker or of a busy evaluator."""
 REPORT_SECONDS = 0.01
 """Between two reports of a worker: what finishes meanwhile goes in one message, and the conductor is woken once."""
 
@@ -101,8 +101,13 @@ def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, 
                 method, arguments = await wire.receive()
                 await getattr(worker, method)(*arguments)
 
+        async def give_signs_of_life() -> None:
+            while True:
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                worker.report_soon()
+
         async with asyncio.TaskGroup() as group:
-            for work in (worker.run(), send_reports(), obey()):
+            for work in (worker.run(), send_reports(), obey(), give_signs_of_life()):
                 group.create_task(work)
 
     _serve(serve())

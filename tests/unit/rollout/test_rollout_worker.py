@@ -66,6 +66,18 @@ def test_an_idle_worker_sends_nothing() -> None:
     run_virtual(main())
 
 
+def test_an_idle_worker_reports_when_its_host_asks_for_a_sign_of_life() -> None:
+    """While the learner takes minutes over a batch nothing runs here, and nobody may take that for death."""
+
+    async def main() -> None:
+        async with running(scripted_worker(ScriptedSampler(max_running=5))) as worker:
+            asyncio.get_running_loop().call_later(7.0, worker.report_soon)
+            report = await worker.next_report()
+            assert (now(), report.in_flight, report.room) == (7.0, 0, 5)
+
+    run_virtual(main())
+
+
 def test_rollouts_that_finish_together_share_a_report_and_each_is_reported_once() -> None:
     async def main() -> None:
         sampler = ScriptedSampler(max_running=8, action_tokens=lambda request: 3)
