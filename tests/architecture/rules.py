@@ -15,7 +15,7 @@ LAYERS = {
     **dict.fromkeys(("tasks", "rollout", "sampler", "pool", "learner", "weights"), 2),
     **dict.fromkeys(("conductor", "evaluation"), 3),
     "runtime": 4,
-    **dict.fromkeys(("planner", "report"), 5),
+    **dict.fromkeys(("planner", "report", "compare"), 5),
     "cli": 6,
 }
 ROLE_PACKAGES = frozenset({"tasks", "rollout", "sampler", "pool", "learner", "weights"})

@@ -18,7 +18,7 @@ def tree_files() -> set[str]:
     folder = ""
     for line in block.partition("src/headrace/\n")[2].partition("\ntests/")[0].splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        names = re.findall(r"[a-z_]+(?:\.py|/)(?=\s|$)", line)
+        names = re.findall(r"[a-z_/]*[a-z_](?:\.py|/)(?=\s|$)", line)
         if depth == 1:
             folder = names[0] if names[0].endswith("/") else ""
         found.update(folder + name for name in names if name.endswith(".py"))

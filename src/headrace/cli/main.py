@@ -20,6 +20,20 @@ from headrace.errors import ConfigError, HeadraceError, Problem
 
 _RECIPE_HELP = "a recipe file, a directory with recipe.toml, or a shipped name such as door"
 _OVERRIDES_HELP = "settings that win over the recipe, for example pool.max_staleness=4 (TOML values; bare words are texts; none unsets)"
+LOGS = ("tensorboard", "wandb", "mlflow", "trackio")
+_COMPARE_TEXT = """\
+Hold arms of a recipe against each other, on the same tasks, seeds and evaluations.
+
+  sync    run.mode=sync, run.placement=colocated: every one of N devices samples, then every one learns
+  async   run.mode=async on as many devices: the recipe's own split of them, else a quarter of them learn
+  --arm NAME KEY=VALUE ...   starts from async (from sync if it sets run.mode=sync)
+
+Everything else is the recipe's, alike in every arm: batch, decode slots, learning rate. To tune the baseline, give its
+settings: --arm sync sampler.max_running=128, or add variants and choose one: --baseline NAME.
+
+Arms run one after another, their order alternating by seed. Checkpoints are evaluated when a run is over; neither that nor
+start-up counts as time. Time to reward: from when the mean of 3 evaluations stays at the target. Final: mean of the last 3.
+Intervals are 95 %, over seeds, of differences paired by seed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
     run.add_argument("--run-dir", metavar="DIRECTORY", help="where everything of the run goes (default: runs/NAME-TIME)")
     run.add_argument("--dry-run", action="store_true", help="print every resolved setting and where it came from; start nothing")
+    run.add_argument("--log", metavar="WHERE", action="append", choices=LOGS, help=f"also log to {', '.join(LOGS)}; may be given several times")
+
+    _add_compare_arguments(command("compare", "hold arms of a recipe against each other: asynchronous against synchronous"))
 
     evaluate = command("eval", "evaluate a checkpoint on a recipe's evaluation tasks")
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", help="a Hugging Face directory, or a run directory (its newest checkpoint)")
@@ -63,6 +80,22 @@ def build_parser() -> argparse.ArgumentParser:
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")
     return parser
+
+
+def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
+    compare.description = _COMPARE_TEXT
+    compare.formatter_class = argparse.RawDescriptionHelpFormatter
+    compare.add_argument("recipe", metavar="RECIPE", help=_RECIPE_HELP)
+    compare.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of every arm")
+    compare.add_argument(
+        "--arm", metavar=("NAME", "KEY=VALUE"), nargs="+", action="append", help="one more arm, or more settings for sync or async; several times"
+    )
+    compare.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each arm, paired by seed (default: 3)")
+    compare.add_argument("--devices", metavar="N", type=int, help="devices of each arm (default: as many as the recipe uses, at least 2)")
+    compare.add_argument("--evaluate-every", metavar="UPDATES", type=int, help="updates between evaluated checkpoints (default: a twentieth of the run)")
+    compare.add_argument("--target", metavar="VALUE", type=float, help="evaluation to reach (default: the baseline's final mean - 0.01)")
+    compare.add_argument("--baseline", metavar="NAME", help="the arm that the others are held against (default: sync)")
+    compare.add_argument("--run-dir", metavar="DIRECTORY", help="where everything goes (default: runs/compare-NAME-TIME); one that was cut goes on")
 
 
 def _add_report_arguments(report: argparse.ArgumentParser) -> None:

@@ -7,15 +7,19 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.cli.config import print_settings, settings_object
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
-from headrace.config_loading import ResolvedSettings, load_settings
+from headrace.config_loading import ResolvedSettings, load_settings, plain_values
 from headrace.errors import HeadraceError
 from headrace.events import read_events
 from headrace.report.summary import summarize
+
+if TYPE_CHECKING:
+    from headrace.report.adapters.log import SafeLog
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
@@ -24,7 +28,20 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         print_settings(resolved, output)
         output.result(settings_object(resolved))
         return 0
-    return _train(resolved, choose_run_directory(arguments.run_dir, resolved.settings.run.name), output)
+    directory = choose_run_directory(arguments.run_dir, resolved.settings.run.name)
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(contextlib.closing(opened)) for opened in open_logs(arguments.log or (), resolved, directory, output)]
+        return _train(resolved, directory, logs, output)
+
+
+def open_logs(names: Sequence[str], resolved: ResolvedSettings, directory: Path, output: Output) -> list[SafeLog]:
+    """Loggers that events are fed to. Raises ConfigError when the package of one is missing."""
+    from headrace.report.adapters.log import SafeLog, require
+
+    for name in names:
+        require(name)
+    settings = plain_values(resolved.settings)
+    return [SafeLog(name, directory=directory, settings=settings, say=output.say) for name in dict.fromkeys(names)]
 
 
 def choose_run_directory(asked: str | None, name: str) -> Path:
@@ -53,7 +70,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
+def _train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], output: Output) -> int:
     from headrace.report.picture import end_picture
     from headrace.report.progress import ProgressView
     from headrace.runtime.local import run_local
@@ -63,7 +80,7 @@ def _train(resolved: ResolvedSettings, directory: Path, output: Output) -> int:
     status, error, code = "done", None, 0
     with contextlib.closing(ProgressView(output.people)) as view, sigterm_as_ctrl_c():
         try:
-            asyncio.run(run_local(resolved, directory, subscribers=[view.on_event], progress=view.on_startup))
+            asyncio.run(run_local(resolved, directory, subscribers=[view.on_event, *(log.on_event for log in logs)], progress=view.on_startup))
         except KeyboardInterrupt:
             status, error, code = "interrupted", INTERRUPTED_ERROR, INTERRUPTED
         except HeadraceError as failure:

@@ -1,0 +1,189 @@
+"""`headrace compare`: arms of one recipe in turn, a table, a verdict, and where everything lies."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
+from headrace.cli.run import sigterm_as_ctrl_c
+from headrace.compare import SYNC, Arm, Plan, common_capacity, held_directory, make_arms, run_comparison
+from headrace.config_loading import find_recipe, load_settings, plain_values
+from headrace.errors import ConfigError, HeadraceError, Problem
+from headrace.report.comparison import MeasuredRun, as_json, compare_arm, default_target, jitter, mean_and_interval, time_to_reward
+
+
+def execute(arguments: argparse.Namespace, output: Output) -> int:
+    plan = make_plan(arguments)
+    baseline = _baseline(plan, arguments.baseline)
+    for arm in plan.arms:
+        plan.resolve(arm, seed=0)  # every problem before anything is written
+    _warn_of_shared_cores(plan, output)
+    facts: dict[str, Any] = {"recipe": arguments.recipe, "run_dir": str(plan.directory), "seeds": list(plan.seeds()), "baseline": baseline}
+    with held_directory(plan), sigterm_as_ctrl_c():
+        output.say(f"headrace compare {arguments.recipe}: {', '.join(arm.name for arm in plan.arms)} -> {plan.directory}")
+        try:
+            measured = _run(plan, output)
+        except KeyboardInterrupt:
+            output.say(f"Interrupted. To go on: {_again(arguments, plan)}")
+            output.result(facts, status="interrupted", error=INTERRUPTED_ERROR)
+            return INTERRUPTED
+        except HeadraceError as error:
+            output.say_error(error)
+            output.say(f"To go on: {_again(arguments, plan)}")
+            output.result(facts, status="failed", error=error.as_json())
+            return error.exit_code
+        result = {**facts, **_result(plan, measured, baseline, arguments.target)}
+        result["report"] = _write_report(plan, measured, result["verdict"])
+        (plan.directory / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print_comparison(measured, result, output)
+    output.result(result)
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """Raises ConfigError with what is wrong in the arguments."""
+    given = [_arm(words) for words in arguments.arm or ()]
+    for option, value, least in (("--seeds", arguments.seeds, 1), ("--devices", arguments.devices, 2), ("--evaluate-every", arguments.evaluate_every, 1)):
+        if value is not None and value < least:
+            raise ConfigError([Problem(key=option, value=value, limit=f"at least {least}", message=f"{option} is {value}, it must be at least {least}.")])
+    name = find_recipe(arguments.recipe).parent.name
+    directory = Path(arguments.run_dir or Path("runs") / f"compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Plan(
+        recipe=arguments.recipe,
+        overrides=tuple(arguments.overrides),
+        arms=make_arms(arguments.recipe, arguments.overrides, given, arguments.devices),
+        num_seeds=arguments.seeds,
+        evaluate_every=arguments.evaluate_every,
+        directory=directory.resolve(),
+    )
+
+
+def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapping[str, Any], output: Output) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    target = result["target_reward"]
+    seeds = len(result["seeds"])
+    table = Table(title=f"means of {seeds} seeds" if seeds > 1 else "1 seed", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in ("arm", f"s to {target:.3f}", "final (95 %)", "jitter", "occupancy", "busy", "useful tok/s", "staleness"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for name, runs in measured.items():
+        table.add_row(name, *_cells(runs, target))
+    Console(file=output.people, width=max(output.width, 100), highlight=False).print(table)
+    floor = result["noise_floor"]
+    noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
+    print(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.", file=output.people)
+    if seeds == 1:
+        print("final (95 %): of the evaluation alone; one seed says nothing about others.", file=output.people)
+    print(f"\n{result['verdict']}", file=output.people)
+    print(f"\nreport  {result['report']}\nruns and result.json  {result['run_dir']}", file=output.people)
+
+
+def _run(plan: Plan, output: Output) -> dict[str, list[MeasuredRun]]:
+    from headrace.runtime.processes import end_forkserver
+
+    try:
+        return asyncio.run(run_comparison(plan, output.people))
+    finally:
+        end_forkserver()
+
+
+def _result(plan: Plan, measured: Mapping[str, Sequence[MeasuredRun]], baseline: str, given_target: float | None) -> dict[str, Any]:
+    target = default_target(measured[baseline]) if given_target is None else given_target
+    comparisons = [compare_arm(runs, measured[baseline], target) for name, runs in measured.items() if name != baseline]
+    return {**as_json(measured, _arm_settings(plan), comparisons, target), "capacity": common_capacity(plan)}
+
+
+def _write_report(plan: Plan, measured: Mapping[str, Sequence[MeasuredRun]], verdict: str) -> str:
+    from headrace.report.page import write_report
+
+    runs = [run for arm in measured.values() for run in arm]
+    return str(write_report([Path(run.run_dir) for run in runs], plan.directory / "report.html", arm_names=[run.arm for run in runs], verdict=verdict).path)
+
+
+def _arm_settings(plan: Plan) -> dict[str, dict[str, Any]]:
+    """What each arm has other than the recipe's file says; the seed apart."""
+    recipe = plain_values(load_settings(plan.recipe).settings)
+    found = {}
+    for arm in plan.arms:
+        values = plain_values(plan.resolve(arm, seed=0).settings)
+        found[arm.name] = {key: value for key, value in values.items() if value != recipe[key] and key != "run.seed"}
+    return found
+
+
+def _arm(words: Sequence[str]) -> Arm:
+    name, *settings = words
+    wrong = next((word for word in settings if "=" not in word), None)
+    if wrong is not None or "=" in name or not settings:
+        what = f"'{wrong}' is not of the form KEY=VALUE" if wrong is not None else f"'{name}' is not a name" if "=" in name else "it has no settings"
+        message = f"--arm {' '.join(words)}: {what}."
+        raise ConfigError([Problem(key="--arm", value=" ".join(words), message=message, remedy="Write --arm NAME KEY=VALUE ..., after RECIPE.")])
+    return Arm(name=name, settings=tuple(settings))
+
+
+def _baseline(plan: Plan, asked: str | None) -> str:
+    names = [arm.name for arm in plan.arms]
+    name = asked or SYNC
+    if name not in names:
+        message = f"--baseline '{name}' is no arm."
+        raise ConfigError([Problem(key="--baseline", value=name, message=message, limit=", ".join(names), remedy=f"Arms are {', '.join(names)}.")])
+    return name
+
+
+def _warn_of_shared_cores(plan: Plan, output: Output) -> None:
+    for arm in plan.arms:
+        settings = plan.resolve(arm, seed=0).settings
+        devices = settings.run.num_samplers if settings.run.placement == "colocated" else settings.run.num_samplers + settings.run.num_learner_ranks
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if settings.model.device == "cpu" and devices > cores:
+            output.say(f"arm '{arm.name}' has {devices} devices, this machine {cores} cores: devices share cores, so its times say little.")
+
+
+def _again(arguments: argparse.Namespace, plan: Plan) -> str:
+    words = ["headrace", "compare", arguments.recipe, *arguments.overrides]
+    for arm in arguments.arm or ():
+        words += ["--arm", *arm]
+    for option in ("seeds", "devices", "evaluate_every", "target", "baseline"):
+        value = getattr(arguments, option)
+        if value is not None:
+            words += [f"--{option.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--run-dir", str(plan.directory)])
+
+
+def _cells(runs: Sequence[MeasuredRun], target: float) -> list[str]:
+    times = [time_to_reward(run.curve, target) for run in runs]
+    reached = [one for one in times if one is not None]
+    seconds = f"{statistics.fmean(reached):.1f}" if reached else "never"
+    if reached and len(reached) < len(times):
+        seconds += f" ({len(times) - len(reached)} never)"
+    final, interval = mean_and_interval([run.final_mean for run in runs])
+    low, high = interval or (final - runs[0].final_half_width, final + runs[0].final_half_width)
+    occupancy, attainable = _mean([run.occupancy for run in runs]), _mean([run.attainable_occupancy for run in runs])
+    largest = max((run.staleness_max for run in runs if run.staleness_max is not None), default=0)
+    return [
+        seconds,
+        f"{final:.4f} ({low:.4f} to {high:.4f})",
+        _shown(_mean([jitter(run.curve) for run in runs]), ".4f"),
+        f"{_shown(occupancy, '.0%')} of {_shown(attainable, '.0%')}",
+        _shown(_mean([run.busy_fraction for run in runs]), ".0%"),
+        _shown(_mean([run.useful_tokens_per_second for run in runs]), ",.0f"),
+        f"{_shown(_mean([run.staleness_mean for run in runs]), '.1f')} (max {largest})",
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
