@@ -20,6 +20,17 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+QUOTED = """
+is not of the form|was already used|is not JSON|importing it raised|is not an async function
+cannot be served by the transformers sampler|sampler.kv_memory_bytes is|is neither a directory nor a model that could be downloaded
+The weight channel needs|is not empty|is in use|did not start|said nothing|has not ended|A role process imports this script again
+groups ready|but older ones are still out|groups would expire if it did not wait for them|no rollout is out
+waits for a sign of life from|to take up version|waits for the learner to learn a batch|evaluation of version
+batches in a row held no group with different rewards|the gradient is not finite|but the evaluation returned|held the event loop for
+its process was killed|was ended by signal|ended with exit code|the event log cannot be written|unknown key
+loading torch and transformers|building the model|starting samplers and learner
+"""
+"""Pieces of messages by which people find their symptom."""
 EVENT_CLASSES = [value for value in vars(events).values() if isinstance(value, type) and issubclass(value, events.Event) and value is not events.Event]
 ERROR_CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.HeadraceError)]
 
@@ -58,6 +69,13 @@ def test_every_failure_of_a_rollout_has_advice() -> None:
     assert {str(reason) for reason in FAILURES} <= advice
     for reason in set(EndReason) - FAILURES:
         assert f"`{reason}`" in EVENTS
+
+
+def test_symptoms_are_quoted_in_the_words_of_the_program() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    for piece in QUOTED.strip().replace("\n", "|").split("|"):
+        assert piece in TROUBLESHOOTING.replace("\n", " "), f"not in the document: {piece}"
+        assert piece in source, f"the program says it otherwise now: {piece}"
 
 
 def test_every_class_of_the_ledger_is_explained() -> None:
