@@ -7,9 +7,8 @@ from typing import Any
 
 from headrace.report.markup import Chart, plotly_text
 from headrace.report.record import RunRecord
-from headrace.report.timeline import BATCH, BUSY, LEARN, OTHER, Lane, binned, end_of, lanes
+from headrace.report.timeline import BATCH, BUSY, FULL, LEARN, OTHER, Lane, binned, end_of, lanes
 
-FULL = "full"
 _MAX_EXACT_SLICES = 900
 _MAX_BINS = 240
 _MIN_BIN_SECONDS = 1.0
@@ -17,8 +16,8 @@ _LANE_PIXELS = 46
 
 # colour and words of what a device does; reasons that are not here come from newer events
 ACTIVITIES: Mapping[str, tuple[str, str]] = {
-    FULL: ("work", "working, batch full"),
-    BUSY: ("work-part", "working, batch not full"),
+    FULL: ("work", "working at capacity"),
+    BUSY: ("work-part", "working below capacity"),
     LEARN: ("learn", "learning"),
     "environment": ("wait-environment", "waits for environments"),
     BATCH: ("wait-batch", "waits for a batch"),
@@ -76,10 +75,10 @@ def utilization_bars(run: RunRecord) -> Chart | None:
         "showlegend": True,
     }  # fmt: skip
     caption = (
-        "Shares of the time from the first rollout to the last update. Occupancy is the part with a full batch, a partly full one counted in part; "
-        "busy is everything that works."
+        "Shares of the time from the first rollout to the last update. A batch that is half of the capacity counts half as work at capacity: "
+        "that part is the occupancy. Busy is all work."
     )
-    return Chart(title="Utilization of the devices", caption=caption, data=data, layout=layout, height=130 + 38 * len(devices))
+    return Chart(title="Utilization of the devices", caption=caption, data=data, layout=layout, height=60 + 40 * len(devices))
 
 
 def timeline(run: RunRecord) -> Chart | None:
@@ -109,12 +108,13 @@ def timeline(run: RunRecord) -> Chart | None:
             "tickvals": ticks, "ticktext": [plotly_text(lane.name) for lane in found], "range": [-len(found) + 0.9, 0.95], "showgrid": False,
             "fixedrange": True, "zeroline": False,
         },
+        "showlegend": True,
     }  # fmt: skip
     caption = (
         "A learner's row shows each wait and each update; a sampler's row shows, second by second, which share of it went where "
         "(from below: work, then waits). Drag to zoom, double-click to go back. Dotted: begin and end of training."
     )
-    return Chart(title="Timeline", caption=caption, data=data, layout=layout, height=150 + _LANE_PIXELS * len(found))
+    return Chart(title="Timeline", caption=caption, data=data, layout=layout, height=70 + _LANE_PIXELS * len(found))
 
 
 def _add_exact(bars: dict[str, dict[str, list[Any]]], lane: Lane, row: int) -> None:

@@ -51,7 +51,9 @@ def reward_curve(arms: Sequence[Arm]) -> Chart | None:
         data += _mean_and_band(arm, [thinned(rolling_mean(each, window)) for each in series])
     if not data:
         return None
-    caption = f"Mean reward of the batch of each update; line: mean over {window} updates." if window > 1 else "Mean reward of the batch of each update."
+    caption = (
+        f"Mean reward of the batch of each update; the line is smoothed over {window} updates." if window > 1 else "Mean reward of the batch of each update."
+    )
     return Chart(
         title="Reward", caption=caption + _band_words(arms), data=data,
         layout={"xaxis": _axis("update"), "yaxis": _axis("reward"), "showlegend": len(arms) > 1},
@@ -122,21 +124,25 @@ def staleness_map(run: RunRecord) -> Chart | None:
     )  # fmt: skip
 
 
-def version_lines(run: RunRecord) -> Chart | None:
-    """Whose weights were when: the learner's version and the one that each sampler used."""
-    learner = [(run.training_seconds(line["time"]), line["version"]) for line in run.events("updated")]
-    if not learner:
-        return None
+def arrival_delays(run: RunRecord) -> Chart | None:
+    """How long published weights took until a sampler said that it draws with them."""
+    published = {(line["lineage"], line["version"]): line["time"] for line in run.events("weights_published")}
     by_worker: dict[str, list[tuple[float, float]]] = {}
     for line in run.events("weights_applied"):
-        by_worker.setdefault(line["role"], []).append((run.training_seconds(line["time"]), line["version"]))
-    data = [_trace(thinned(learner, mean=False), mode="lines", name="learner", line={"shape": "hv", "color": "$teal", "width": 3})]
-    for index, (worker, points) in enumerate(sorted(by_worker.items())):
-        color = ("$blue", "$purple", "$orange", "$pink")[index % 4]
-        data.append(_trace(thinned(points, mean=False), mode="lines", name=plotly_text(worker), line={"shape": "hv", "color": color, "width": 1.3}))
+        start = published.get((line["lineage"], line["version"]))
+        if start is not None:
+            by_worker.setdefault(line["role"], []).append((line["version"], max(0.0, line["time"] - start)))
+    if not by_worker:
+        return None
+    data = [
+        _trace(thinned(points), mode="lines+markers", name=plotly_text(worker), line={"width": 1, "color": f"${ARM_COLORS[index % 6]}"},
+               marker={"size": 4, "color": f"${ARM_COLORS[index % 6]}"})
+        for index, (worker, points) in enumerate(sorted(by_worker.items()))
+    ]  # fmt: skip
     return Chart(
-        title="Policy versions in use", caption="The learner's version, and the one that each sampler draws with: the gap is the delay of a weight update.",
-        data=data, layout={"xaxis": _axis("seconds of training"), "yaxis": _axis("version")},
+        title="Arrival of new weights", data=data, height=220,
+        caption="Seconds from the publication of a version until a sampler said that it draws with it. Versions that were overtaken on the way do not appear.",
+        layout={"xaxis": _axis("version"), "yaxis": {**_axis("seconds"), "rangemode": "tozero"}, "showlegend": len(by_worker) > 1},
     )  # fmt: skip
 
 
@@ -146,6 +152,7 @@ _STATISTICS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("clipped_fraction", "Clipped fraction", "Trained tokens whose ratio was clipped or capped.", {"tickformat": ".0%", "rangemode": "tozero"}),
     ("entropy", "Entropy", "Of the policy, nats a token.", {"rangemode": "tozero"}),
     ("gradient_norm", "Gradient norm", "Before it is scaled down.", {"rangemode": "tozero"}),
+    ("trained_tokens", "Trained tokens", "Tokens with weight in the update.", {"rangemode": "tozero"}),
 )
 
 
@@ -236,13 +243,11 @@ def rolling_mean(points: Points, window: int) -> list[tuple[float, float]]:
     return [(x, fmean(y for _, y in points[max(0, index - half) : index + half + 1])) for index, (x, _) in enumerate(points)]
 
 
-def thinned(points: Points, *, mean: bool = True) -> list[tuple[float, float]]:
-    """At most about 1,500 points: means of neighbours, or every k-th."""
+def thinned(points: Points) -> list[tuple[float, float]]:
+    """At most about 1,500 points: means of neighbours."""
     chunk = math.ceil(len(points) / _MAX_POINTS)
     if chunk <= 1:
         return list(points)
-    if not mean:
-        return list(points[::chunk])
     return [(part[len(part) // 2][0], fmean(y for _, y in part)) for start in range(0, len(points), chunk) if (part := points[start : start + chunk])]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_NUMBER = re.compile(r"(\d+ of \d+: )?[-+]?(< )?\d[\d.,e-]*( ?(%|s|min|h))?( / [\d.,]+)?( \(.*\))?|–")
 _VOID = frozenset({"meta", "br", "col"})
 
 
@@ -58,17 +59,18 @@ def join(parts: Iterable[object], separator: str = "") -> Markup:
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, class_: str | None = None) -> Markup:
-    """Scrolls sideways in itself where it is too wide. Cells that are numbers, or texts that begin like one, stand right."""
-    head = tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in header)))
-    body = tag("tbody", *(tag("tr", *(_cell(cell) for cell in row)) for row in rows))
+    """Scrolls sideways in itself where it is too wide. Columns of numbers, or of texts that begin like one, stand right."""
+    cells = [list(row) for row in rows]
+    kinds = [_column_class([row[index] for row in cells]) for index in range(len(header))]
+    head = tag("thead", tag("tr", *(tag("th", cell, scope="col", class_=kind) for cell, kind in zip(header, kinds, strict=True))))
+    body = tag("tbody", *(tag("tr", *(tag("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))) for row in cells))
     return tag("div", tag("table", head, body, class_=class_), class_="scroll", tabindex="0")
 
 
-def _cell(cell: object) -> Markup:
-    number = isinstance(cell, int | float) or (
-        isinstance(cell, str) and not isinstance(cell, Markup) and re.fullmatch(r"[-+<]?[\d.,]+( ?(%|s|min|h|x).*)?|–", cell)
-    )
-    return tag("td", number_text(cell) if isinstance(cell, int | float) else cell, class_="number" if number else None)
+def _column_class(cells: Sequence[object]) -> str | None:
+    texts = [str(cell) for cell in cells if not isinstance(cell, Markup)]
+    numbers = [_NUMBER.fullmatch(text) for text in texts]
+    return "number" if texts and all(numbers) and any(text != "–" for text in texts) else None
 
 
 def number_text(value: float | None, digits: int = 3) -> str:
@@ -91,8 +93,20 @@ def figure(chart: Chart | None) -> Markup | None:
     if chart is None:
         return None
     place = tag("div", class_="plot", style=f"height:{chart.height}px", role="img", aria_label=f"{chart.title}. {chart.caption}")
-    values = tag("script", data_json({"data": chart.data, "layout": chart.layout}), type="application/json")
-    return tag("figure", tag("h3", chart.title), place, values, tag("figcaption", chart.caption))
+    values = tag("script", data_json({"data": chart.data, "layout": chart.layout | {"showlegend": False}}), type="application/json")
+    return tag("figure", tag("h3", chart.title), _legend(chart), place, values, tag("figcaption", chart.caption))
+
+
+def _legend(chart: Chart) -> Markup | None:
+    """In HTML, where it wraps and takes no room from the figure: one entry a name."""
+    if not chart.layout.get("showlegend", False):
+        return None
+    colors: dict[str, str] = {}
+    for trace in chart.data:
+        if trace.get("showlegend", True) and "name" in trace:
+            colors.setdefault(trace["name"], trace.get("line", {}).get("color") or trace.get("marker", {}).get("color", "$muted"))
+    entries = [tag("span", tag("i", style=f"background:var(--{color.lstrip('$')})"), Markup(name)) for name, color in colors.items()]
+    return tag("p", *entries, class_="legend")
 
 
 def data_json(value: object) -> Markup:

@@ -19,7 +19,7 @@
     const base = {
       font, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 44, r: 10, t: 10, b: 40 }, autosize: true,
       dragmode: coarse ? false : "zoom", hovermode: "closest", hoverlabel: { font: { family: font.family, size: 12 }, align: "left" },
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: font.size } }, xaxis: {}, yaxis: {},
+      xaxis: {}, yaxis: {},
     };
     const whole = { ...base, ...layout };
     for (const key of Object.keys(whole)) if (/^[xy]axis\d*$/.test(key)) whole[key] = { ...axis, ...whole[key] };
@@ -34,11 +34,11 @@
     const variable = (name) => styles.getPropertyValue("--" + name).trim() || name;
     const spec = JSON.parse(plot.nextElementSibling.textContent);
     const layout = laidOut(themed(spec.layout, variable, false), variable, plot.clientWidth);
-    await Plotly.react(plot, themed(spec.data, variable, false), layout, { responsive: true, displaylogo: false, displayModeBar: coarse ? false : "hover", modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+    await Plotly.react(plot, themed(spec.data, variable, false), layout, { responsive: true, displaylogo: false, displayModeBar: false });
     plot.dataset.drawn = "";
   }
 
-  const visible = (plot) => plot.offsetParent !== null;
+  const visible = (plot) => plot.closest("details:not([open])") === null;
 
   async function drawAll(again) {
     for (const plot of plots) if (visible(plot) && (again || !("drawn" in plot.dataset))) await draw(plot);

@@ -19,7 +19,7 @@ from headrace.report.examples import load_recorded
 from headrace.report.figures_learning import ARM_COLORS, Arm, evaluation_curve, reward_curve
 from headrace.report.markup import Markup, figure, join, number_text, percent, table, tag
 from headrace.report.record import RunRecord, load_run
-from headrace.report.sections import facts_line, run_sections, section, settings_section
+from headrace.report.sections import default_settings, facts_line, flat, run_sections, section, settings_section, shown
 from headrace.report.words import final_mean, mean_of, metric_of, run_sentences, seconds_to, status_of
 
 _COMPRESSION = 9
@@ -95,10 +95,9 @@ def _several(runs: Sequence[RunRecord], arms: Sequence[Arm], verdict: str | None
         details.append(
             tag("details", tag("summary", title, " ", tag("small", f"{run.name} · {status_of(run)}")), *whole, class_="run", open="" if index == 0 else None)
         )
-    lead = [verdict] if verdict else []
     return join(
         [
-            tag("div", tag("p", " ".join([*lead, _overview(runs, arms)])), class_="summary"),
+            tag("div", tag("p", verdict) if verdict else None, *_overview(runs, arms), class_="summary"),
             *(_problem(run) for run in runs),
             section("The arms", _arm_table(arms)),
             _curves(runs, arms),
@@ -114,20 +113,17 @@ def _curves(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> Markup | None:
     return section("What was learned", tag("div", *(figure(chart) for chart in charts), class_="grid wide-first") if any(charts) else None)
 
 
-def _overview(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> str:
+def _overview(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> list[Markup]:
     parts = []
     for arm in arms:
         final = mean_of([final_mean(run) for run in arm.runs])
-        seconds = mean_of([run.summary["wall_seconds"] for run in arm.runs])
         occupancy = mean_of([run.summary["utilization"]["occupancy"] for run in arm.runs])
-        known = f"{number_text(seconds)} s of training"
-        if final is not None:
-            known += f", {metric_of(arm.runs[0])} {final:.3f} at the end"
-        if occupancy is not None:
-            known += f", occupancy {percent(occupancy)}"
-        parts.append(f"{arm.label}: {known}")
+        known = f": {number_text(mean_of([run.summary['wall_seconds'] for run in arm.runs]))} s of training"
+        known += f", {metric_of(arm.runs[0])} {final:.3f} at the end" if final is not None else ""
+        known += f", occupancy {percent(occupancy)}" if occupancy is not None else ""
+        parts.append(tag("li", tag("strong", arm.label), known, "."))
     count = f"{len(runs)} runs" if len(arms) == 1 else f"{len(runs)} runs in {len(arms)} arms"
-    return f"{count}. {'. '.join(parts)}."
+    return [tag("p", f"{count}, means over their seeds:"), tag("ul", *parts)]
 
 
 def _arm_table(arms: Sequence[Arm]) -> Markup:
@@ -192,12 +188,14 @@ def _footer(runs: Sequence[RunRecord]) -> Markup:
 
 
 def _arm_key(run: RunRecord) -> str:
-    """Equal for runs that differ in nothing but their seed."""
+    """Equal for runs that differ in nothing but their seed, and in where they found the recipe."""
     started = run.started
-    settings = {name: dict(values) if isinstance(values, Mapping) else values for name, values in run.settings.items()}
-    if isinstance(settings.get("run"), dict):
-        settings["run"].pop("seed", None)
-    return repr((started.get("recipe"), started.get("mode"), started.get("placement"), sorted(settings.items())))
+    return repr((started.get("recipe"), started.get("mode"), started.get("placement"), sorted(_compared(run).items())))
+
+
+def _compared(run: RunRecord) -> dict[str, Any]:
+    values = {key: shown(value) for key, value in {**default_settings(), **flat(run.settings)}.items() if key not in ("run.seed", "run.name")}
+    return {**values, "task.module": Path(values.get("task.module", "")).name} if run.settings else {}
 
 
 def _labels(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
@@ -208,14 +206,13 @@ def _labels(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
     for run in firsts:
         recipe = f"{run.started.get('recipe')} " if len(recipes) > 1 else ""
         base.append(f"{recipe}{run.started.get('mode')} {run.started.get('placement')}")
-    flat = [{f"{name}.{key}": value for name, part in run.settings.items() if isinstance(part, Mapping) for key, value in part.items()} for run in firsts]
+    settings = [_compared(run) for run in firsts]
     for label in set(base):
         same = [index for index, each in enumerate(base) if each == label]
         if len(same) > 1:
-            keys = [key for key in dict.fromkeys(key for index in same for key in flat[index]) if len({repr(flat[index].get(key)) for index in same}) > 1]
-            keys = [key for key in keys if key not in ("run.seed", "run.name")]
+            keys = [key for key in settings[same[0]] if len({settings[index].get(key) for index in same}) > 1]
             for index in same:
-                base[index] += " " + (", ".join(f"{key}={flat[index].get(key)}" for key in keys[:3]) or firsts[index].name)
+                base[index] += " " + (", ".join(f"{key}={settings[index].get(key)}" for key in keys[:3]) or firsts[index].name)
     return base
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.report.examples import Recorded, example_section
 from headrace.report.figures_devices import shares_of, timeline, utilization_bars, words
-from headrace.report.figures_learning import length_figures, ratio_figures, staleness_map, version_lines
+from headrace.report.figures_learning import arrival_delays, length_figures, ratio_figures, staleness_map
 from headrace.report.markup import Markup, escape, figure, join, number_text, percent, table, tag
 from headrace.report.progress import duration
 from headrace.report.record import RunRecord
@@ -35,7 +35,7 @@ def run_sections(run: RunRecord, recorded: Recorded | None) -> Markup:
     return join(
         [
             section("Who worked, who waited", figure(timeline(run)), figure(utilization_bars(run)), _time_table(run), lead=utilization(run)),
-            section("How fresh the data was", figure(staleness_map(run)), figure(version_lines(run)), lead=freshness(run)),
+            section("How fresh the data was", figure(staleness_map(run)), figure(arrival_delays(run)), lead=freshness(run)),
             section("Off-policy statistics", ratios, lead="Of the trained tokens of every update."),
             section("Lengths, and who got trained", lengths, _kind_table(run), _long_table(run, recorded), lead=long_and_slow(run)),
             section("Where every token went", _ledger_table(run), lead=_ledger_lead(run)),
@@ -70,16 +70,16 @@ def _time_table(run: RunRecord) -> Markup | None:
     for device, each in zip(devices, shares, strict=True):
         for activity, share in each.items():
             total[activity] += share * device["allocated_seconds"]
-    rows: list[list[object]] = [["allocated", *(f"{device['allocated_seconds']:.1f} s" for device in devices)]]
+    rows: list[list[object]] = [["allocated", *(_seconds(device["allocated_seconds"]) for device in devices)]]
     for activity, _ in total.most_common():
-        cells = [f"{share * device['allocated_seconds']:.1f} s ({percent(share)})" if share else "–" for device, each in zip(devices, shares, strict=True)
+        cells = [f"{_seconds(share * device['allocated_seconds'])} ({percent(share)})" if share else "–" for device, each in zip(devices, shares, strict=True)
                  for share in (each.get(activity, 0.0),)]  # fmt: skip
         rows.append([words(activity), *cells])
     for key in ("occupancy", "busy_fraction"):
         rows.append([tag("strong", key.replace("_", " ")), *(percent(device[key]) for device in devices)])
     capacities = [f"capacity {device['capacity']:g}" if device["role"] != "learner" else "" for device in devices]
     header = ["", *(join([device["name"], tag("small", capacity)], " ") for device, capacity in zip(devices, capacities, strict=True))]
-    spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases(run))
+    spent = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases(run) if seconds >= 0.5)
     return join([tag("h3", "Where the time went"), tag("p", f"The run as a whole: {spent}."), table(header, rows)])
 
 
@@ -132,7 +132,7 @@ def _ledger_table(run: RunRecord) -> Markup | None:
         return None
     units = [unit for unit in ("tokens", "trajectories", "groups", "key_steps") if unit in ledger]
     totals = {unit: ledger[unit].get("generated", ledger[unit].get("offered", 0)) for unit in units}
-    rows: list[list[object]] = [[tag("strong", "generated"), *(tag("strong", f"{totals[unit]:,}") for unit in units)]]
+    rows: list[list[object]] = [[tag("strong", "generated"), *(f"{totals[unit]:,}" for unit in units)]]
     for name in _CLASSES:
         values = [ledger[unit].get(name, 0) for unit in units]
         if not any(_sum(value) for value in values):
@@ -182,18 +182,25 @@ def _failure_lead(run: RunRecord) -> str:
 
 
 def settings_section(runs: Iterable[tuple[str, RunRecord]]) -> Markup | None:
-    """One column an arm: what differs from the defaults first, the rest folded away."""
-    columns = [(name, _flat(run.settings)) for name, run in runs if run.settings]
+    """One column an arm: what differs between the arms, then from the defaults, the rest folded away."""
+    columns = [(name, flat(run.settings)) for name, run in runs if run.settings]
     if not columns:
         return None
     defaults = default_settings()
     keys = list(dict.fromkeys(key for _, values in columns for key in values))
-    changed = [key for key in keys if any(_toml(values.get(key)) != _toml(defaults.get(key)) for _, values in columns)]
-    header = ["setting", *(name for name, _ in columns), "default"]
-    rows = {key: [tag("code", key), *(_setting(values.get(key)) for _, values in columns), _setting(defaults.get(key))] for key in keys}
-    same = [rows[key] for key in keys if key not in changed]
-    folded = tag("details", tag("summary", f"{len(same)} settings at their defaults"), table(header, same)) if same else None
-    return section("Settings", table(header, [rows[key] for key in changed]), folded, lead=f"What differs from the defaults ({len(changed)} settings).")
+    between = [key for key in keys if len({shown(values.get(key, defaults.get(key))) for _, values in columns}) > 1]
+    changed = [key for key in keys if key not in between and shown(columns[0][1].get(key, defaults.get(key))) != shown(defaults.get(key))]
+    same = [key for key in keys if key not in between and key not in changed]
+    rows = {key: [_setting(values.get(key, defaults.get(key))) for _, values in columns] for key in keys}
+    apart = table(["setting", *(name for name, _ in columns), "default"], [[tag("code", key), *rows[key], _setting(defaults.get(key))] for key in between])
+    common = table(["setting", "value", "default"], [[tag("code", key), rows[key][0], _setting(defaults.get(key))] for key in changed])
+    folded = table(["setting", "value"], [[tag("code", key), rows[key][0]] for key in same])
+    return section(
+        "Settings",
+        join([tag("h3", "Between the arms"), apart]) if between else None,
+        join([tag("h3", f"Other than the default ({len(changed)})"), common]) if changed else None,
+        tag("details", tag("summary", f"{len(same)} settings at their defaults"), folded) if same else None,
+    )
 
 
 def default_settings() -> dict[str, Any]:
@@ -208,15 +215,15 @@ def default_settings() -> dict[str, Any]:
     return found
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, values in settings.items() if isinstance(values, Mapping) for key, value in values.items()}
 
 
 def _setting(value: Any) -> Markup:
-    return tag("code", _toml(value)) if value is not None else escape("–")
+    return tag("code", shown(value)) if value is not None else escape("–")
 
 
-def _toml(value: Any) -> str:
+def shown(value: Any) -> str:
     """One spelling for values of TOML and of pydantic: tuples are lists, enumerations their text."""
     match value:
         case None:
@@ -228,11 +235,15 @@ def _toml(value: Any) -> str:
         case float():
             return f"{value:g}"
         case list() | tuple():
-            return "[" + ", ".join(map(_toml, value)) + "]"
+            return "[" + ", ".join(map(shown, value)) + "]"
         case Mapping():
-            return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{key} = {shown(item)}" for key, item in value.items()) + "}"
         case _:
             return str(value)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
 
 
 def _with_share(count: float, total: float) -> str:

@@ -15,7 +15,8 @@ from headrace.report.utilization import COLOCATED
 
 Line = Mapping[str, Any]
 
-BUSY = "busy"
+FULL = "at capacity"
+BUSY = "below capacity"
 LEARN = "learn"
 BATCH = "batch"
 OTHER = "other"
@@ -29,7 +30,7 @@ class Slice:
     end: float
     """Seconds since line 1 of the events."""
     seconds: Mapping[str, float]
-    """By activity: `busy` (a sampler's forward), `learn`, or a reason to be idle."""
+    """By activity: `learn`, a sampler's forward in its occupied part (`at capacity`) and the rest (`below capacity`), or a reason to be idle."""
     facts: Mapping[str, Any]
     """For people: what else the event says."""
 
@@ -52,7 +53,7 @@ def lanes(lines: Sequence[Line]) -> list[Lane]:
     found = []
     for device in lines[0]["devices"]:
         role, name = device["role"], device["name"]
-        sampling = [] if role == "learner" else _sampler_slices(lines, name, role)
+        sampling = [] if role == "learner" else _sampler_slices(lines, name, role, float(device.get("capacity") or 1))
         found.append(Lane(name=name, role=role, sampling=sampling, learning=learning if role in ("learner", COLOCATED) else ()))
     evaluations = [
         _one(line["time"], line["seconds"], "evaluate", version=line["version"], mean=line["mean"])
@@ -102,8 +103,9 @@ def _merged(sampled: dict[str, float], learned: dict[str, float], width: float) 
         return {activity: seconds / width for activity, seconds in learned.items()}
     covered = sum(sampled.values())
     shares = {LEARN: learned[LEARN] / width} if LEARN in learned else {}
-    shares[BUSY] = min(1.0 - shares.get(LEARN, 0.0), sampled.get(BUSY, 0.0) / width)
-    reasons = {reason: seconds / width for reason, seconds in sampled.items() if reason != BUSY}
+    for activity in (FULL, BUSY):
+        shares[activity] = min(1.0 - sum(shares.values()), sampled.get(activity, 0.0) / width)
+    reasons = {reason: seconds / width for reason, seconds in sampled.items() if reason not in (FULL, BUSY)}
     excess = sum(shares.values()) + sum(reasons.values()) - min(1.0, max(covered, sum(learned.values())) / width)
     for reason in (*_HIDDEN_BY_LEARNING, *reasons):
         taken = min(reasons.get(reason, 0.0), max(0.0, excess))
@@ -127,7 +129,7 @@ def _spread(slices: Sequence[Slice], start: float, width: float, count: int) -> 
     return bins
 
 
-def _sampler_slices(lines: Iterable[Line], device: str, role: str) -> list[Slice]:
+def _sampler_slices(lines: Iterable[Line], device: str, role: str, capacity: float) -> list[Slice]:
     slices = []
     for line in lines:
         if line["event"] != "worker_active" or not _works_on(line["role"], device, role):
@@ -135,15 +137,17 @@ def _sampler_slices(lines: Iterable[Line], device: str, role: str) -> list[Slice
         activity = line["activity"]
         if activity["seconds"] <= 0:
             continue
-        busy = sum(activity["running_seconds"].values())
+        running = {int(count): seconds for count, seconds in activity["running_seconds"].items()}
+        busy = sum(running.values())
+        occupied = min(activity["busy_seconds"], sum(min(1.0, count / capacity) * seconds for count, seconds in running.items()))
         facts = {
-            "mean running sequences": sum(int(running) * seconds for running, seconds in activity["running_seconds"].items()) / busy if busy > 0 else 0.0,
+            "mean running sequences": sum(count * seconds for count, seconds in running.items()) / busy if busy > 0 else 0.0,
             "rollouts in flight": line["in_flight"],
             "sampled tokens": activity["sampled_tokens"],
             "decode steps": activity["decode_steps"],
             "weight updates applied": activity["applied_updates"],
         }
-        seconds = {BUSY: activity["busy_seconds"], **activity["idle_seconds"]}
+        seconds = {FULL: occupied, BUSY: activity["busy_seconds"] - occupied, **activity["idle_seconds"]}
         slices.append(Slice(start=line["time"] - activity["seconds"], end=line["time"], seconds=seconds, facts=facts))
     return slices
 
