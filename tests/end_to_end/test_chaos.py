@@ -145,6 +145,10 @@ def test_kill_9_of_any_role_at_any_moment_is_named_and_leaves_nothing(
     assert len(set(hits)) >= min(4, ROUNDS), "every kind of process was hit"
 
 
+def named_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}  # those are other programs': none of ours has a name
+
+
 def kill(pid: int) -> str:
     os.kill(pid, signal.SIGKILL)
     return USER_CODE
@@ -180,8 +184,12 @@ def test_ctrl_c_at_any_moment_ends_with_130_and_leaves_nothing(model_cache: Path
     for index in range(ROUNDS):
         directory = tmp_path / f"run{index}"
         command = [sys.executable, "-m", "headrace.cli", "run", str(recipe), "--json", "--run-dir", str(directory), *ENDLESS]
-        before = sorted(os.listdir("/dev/shm")), sorted(os.listdir("/tmp"))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        temporary = tmp_path / f"temporary{index}"
+        temporary.mkdir()
+        shared = named_memory()
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)}
+        )
         try:
             time.sleep(0.3 + draw.random() ** 2 * 14.0)
             family = psutil.Process(process.pid).children(recursive=True)
@@ -200,8 +208,8 @@ def test_ctrl_c_at_any_moment_ends_with_130_and_leaves_nothing(model_cache: Path
         assert seconds < 15, (index, seconds)
         _, alive = psutil.wait_procs(family, timeout=GONE_SECONDS)
         assert not alive, (index, twice, alive)
-        assert sorted(os.listdir("/dev/shm")) == before[0], index
-        assert not [name for name in set(os.listdir("/tmp")) - set(before[1]) if name.startswith(("headrace", "pymp"))], index
+        assert named_memory() <= shared, index
+        assert not [name for name in os.listdir(temporary) if name.startswith(("headrace", "pymp"))], index  # torch keeps a cache there
         if not twice:
             check_what_is_left(directory)
 
