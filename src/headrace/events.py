@@ -48,7 +48,7 @@ class RunStarted(Event):
     lineage: int
     resumed_from_update: int | None
     devices: list[dict[str, Any]]
-    """{name, role, capacity}"""
+    """{name, role, capacity}, and of samplers saturated_tokens_per_second"""
     schema: int = SCHEMA
     recipe: str = ""
     num_updates: int = 0

@@ -82,6 +82,7 @@ class ScriptedRun:
     refuse: Callable[[int], bool] = lambda selection_id: False
     fail: Callable[[SampleRequest], int | None] = lambda request: None
     evaluator: Any = None
+    recorder: Any = None
     evaluation_tasks: Sequence[Task] = ()
     log: RecordingLog = field(init=False)
     learner: ScriptedLearner = field(init=False)
@@ -124,6 +125,7 @@ class ScriptedRun:
             evaluation_tasks=self.evaluation_tasks,
             events=self.log,
             checkpoint_directory=None,
+            recorder=self.recorder,
         )
 
     async def run(self) -> None:

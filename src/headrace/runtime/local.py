@@ -22,14 +22,14 @@ from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Placement, Settings
 from headrace.config_loading import ResolvedSettings
-from headrace.errors import HeadraceError, ModelError, WaitTimeoutError, first_error
+from headrace.errors import ModelError, WaitTimeoutError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.preflight import check_chats, read_recipe
 from headrace.runtime.processes import Alive, RoleProcess, refuse_start_while_importing, watched
-from headrace.runtime.run_directory import RunDirectory
+from headrace.runtime.run_record import run_record
 from headrace.tasks.source import ListTaskSource
 from headrace.types import (
     AdapterLayout,
@@ -187,43 +187,26 @@ async def run_local(
     code = RecipeCode(resolved.task_module, settings.task.options)
     training, tasks = await read_recipe(settings, code)
     source = ListTaskSource(training, seed=settings.run.seed, shuffle=settings.task.shuffle)
-    async with contextlib.AsyncExitStack() as stack:
-        directory = stack.enter_context(contextlib.closing(RunDirectory(run_directory, settings)))
-        log = stack.enter_context(contextlib.closing(ev.EventLog(directory.events, asyncio.get_running_loop().time)))
-        for subscriber in subscribers:
-            log.subscribe(subscriber)
-        status, error, version, has_started = "failed", None, PolicyVersion(0, 0), False
-        try:
-            roles = await stack.enter_async_context(_roles(settings, code, progress, evaluate))
+    with run_record(settings, run_directory, clock=asyncio.get_running_loop().time, subscribers=subscribers) as record:
+        async with _roles(settings, code, progress, evaluate) as roles:
             check_chats([*training, *tasks], roles.has_chat_template)
             sampling, evaluation_sampling = sampling_parameters(settings, roles.end_tokens)
             startup_seconds = time.perf_counter() - started
-            log.emit(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
-            has_started = True
+            record.begin(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
             conductor = Conductor(
                 settings,
                 Roles(source=source, workers=roles.workers, learner=roles.learner, evaluator=roles.evaluator),
                 sampling=sampling,
                 evaluation_sampling=evaluation_sampling,
                 evaluation_tasks=tasks,
-                events=log,
-                checkpoint_directory=directory.checkpoints,
+                events=record.log,
+                checkpoint_directory=record.directory.checkpoints,
+                recorder=record.store,
             )
             async with watched(roles.processes):
                 await conductor.run()
-            version, status = conductor.learner.version, "done"
+            record.final_version = conductor.learner.version
             return RunOutcome(run_directory=run_directory, checkpoint=conductor.last_checkpoint, startup_seconds=startup_seconds)
-        except asyncio.CancelledError:
-            status = "interrupted"
-            raise
-        except HeadraceError as failure:
-            error = failure.as_json()
-            raise
-        finally:
-            if has_started:
-                log.emit(ev.RunFinished(status=status, error=error, version=version.number, lineage=version.lineage))
-            else:
-                directory.discard()
 
 
 async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
@@ -372,10 +355,10 @@ def sampling_parameters(settings: Settings, end_tokens: tuple[int, ...]) -> tupl
 
 
 def _devices(settings: Settings, facts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    capacities = [facts[f"sampler-{index}"]["capacity"] for index in range(settings.run.num_samplers)]
+    measured = [{key: facts[f"sampler-{index}"][key] for key in ("capacity", "saturated_tokens_per_second")} for index in range(settings.run.num_samplers)]
     if settings.run.placement is Placement.COLOCATED:
-        return [{"name": f"device-{index}", "role": "colocated", "capacity": capacity} for index, capacity in enumerate(capacities)]
-    samplers = [{"name": f"sampler-{index}", "role": "sampler", "capacity": capacity} for index, capacity in enumerate(capacities)]
+        return [{"name": f"device-{index}", "role": "colocated", **speed} for index, speed in enumerate(measured)]
+    samplers = [{"name": f"sampler-{index}", "role": "sampler", **speed} for index, speed in enumerate(measured)]
     return samplers + [{"name": f"learner-{rank}", "role": "learner", "capacity": 1} for rank in range(settings.run.num_learner_ranks)]
 
 

@@ -1,0 +1,70 @@
+"""What a run leaves on disk, while it is written: its directory, the event log, the recorded trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace import events as ev
+from headrace.config import Settings
+from headrace.errors import HeadraceError
+from headrace.runtime.run_directory import RunDirectory
+from headrace.runtime.trajectory_store import TrajectoryStore
+from headrace.types import PolicyVersion
+
+_NONE = PolicyVersion(0, 0)
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """`begin` writes line 1; from then on the run is one that happened, however it ends."""
+
+    directory: RunDirectory
+    log: ev.EventLog
+    store: TrajectoryStore
+    has_begun: bool = False
+    final_version: PolicyVersion = _NONE
+    """Reached by a run that is done."""
+
+    def begin(self, event: ev.RunStarted) -> None:
+        self.log.emit(event)
+        self.has_begun = True
+
+    def end(self, status: str, error: dict[str, Any] | None) -> None:
+        """The last lines; a run that never began leaves nothing."""
+        if not self.has_begun:
+            self.directory.discard()
+            return
+        self.store.close()
+        self.log.emit(self.store.outcome())
+        self.log.emit(ev.RunFinished(status=status, error=error, version=self.final_version.number, lineage=self.final_version.lineage))
+
+
+@contextlib.contextmanager
+def run_record(
+    settings: Settings, run_directory: Path, *, clock: Callable[[], float], subscribers: Sequence[Callable[[dict[str, Any]], None]] = ()
+) -> Iterator[RunRecord]:
+    """Raises ConfigError for a directory that is in use. Says in the log how the block ended: done, interrupted or failed."""
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(contextlib.closing(RunDirectory(run_directory, settings)))
+        log = stack.enter_context(contextlib.closing(ev.EventLog(directory.events, clock)))
+        for subscriber in subscribers:
+            log.subscribe(subscriber)
+        store = stack.enter_context(contextlib.closing(TrajectoryStore.of(settings, run_directory)))
+        record = RunRecord(directory, log, store)
+        status, error = "failed", None
+        try:
+            yield record
+            status = "done"
+        except asyncio.CancelledError:
+            status = "interrupted"
+            raise
+        except HeadraceError as failure:
+            error = failure.as_json()
+            raise
+        finally:
+            record.end(status, error)
