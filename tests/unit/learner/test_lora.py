@@ -254,6 +254,18 @@ def _replaced(trajectory: Any, tokens: tuple[int, ...], logprobs: tuple[float, .
     return dataclasses.replace(trajectory, tokens=tokens, sampler_logprobs=logprobs)
 
 
+def test_in_low_precision_adapters_are_trained_and_published_in_float32(model_path: Path) -> None:
+    weights = FakeWeights()
+    rank = make_rank(model_path, model={**LORA, "dtype": "bfloat16"}, writer=weights)
+    for seed in (1, 2):
+        assert rank.learn(make_selection(mixed_trajectories(seed))).refused is None
+    rank.publish()
+    assert rank._adapters is not None
+    (published,) = weights.history.values()
+    assert [(name, value.dtype) for name, value in published.items()] == [(name, torch.float32) for name in rank._adapters.layout.shapes()]
+    assert all(torch.equal(value, own) for value, own in zip(published.values(), rank._adapters.parameters(), strict=True))
+
+
 # --- checkpoints
 
 
