@@ -22,10 +22,12 @@ LIMIT_SECONDS = 120.0
 class Command:
     """`headrace run letters` in a process group of its own, as a shell starts it."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
+    def __init__(self, directory: Path, *overrides: str, ignores_ctrl_c: bool = False) -> None:
         command = [sys.executable, "-m", "headrace.cli", "run", str(LETTERS), "--json", "--run-dir", str(directory), "run.num_updates=100000", *overrides]
         self.directory = directory
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=ignore_ctrl_c if ignores_ctrl_c else None
+        )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -40,6 +42,10 @@ class Command:
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
@@ -63,8 +69,9 @@ def test_ctrl_c_ends_the_run_cleanly_in_any_phase(model_cache: Path, tmp_path: P
         assert (last["event"], last["status"]) == ("run_finished", "interrupted")
 
 
-def test_sigterm_ends_the_run_like_ctrl_c(model_cache: Path, tmp_path: Path) -> None:
-    command = Command(tmp_path / "run")
+@pytest.mark.parametrize("ignores_ctrl_c", [False, True], ids=["from a terminal", "in the background of a script"])
+def test_sigterm_ends_the_run_like_ctrl_c(model_cache: Path, tmp_path: Path, ignores_ctrl_c: bool) -> None:
+    command = Command(tmp_path / "run", ignores_ctrl_c=ignores_ctrl_c)
     command.wait_until(lambda: command.has_event("updated"))
     family = command.descendants()
     command.process.terminate()

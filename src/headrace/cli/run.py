@@ -62,12 +62,18 @@ def choose_run_directory(asked: str | None, name: str) -> Path:
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """A job scheduler's SIGTERM ends the run as cleanly as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    """A job scheduler's SIGTERM ends the run as cleanly as Ctrl-C does.
+
+    A script's `headrace run ... &` starts with SIGINT ignored, and asyncio then leaves it alone: nothing would end the run.
+    """
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], output: Output) -> int:
