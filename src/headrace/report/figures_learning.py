@@ -79,7 +79,7 @@ def evaluation_curve(arms: Sequence[Arm], *, by_seconds: bool, metric: str) -> C
             data += _mean_and_band(arm, [[(x, line["mean"]) for x, line in each] for each in series], markers=True)
     if not data:
         return None
-    words = {True: "", False: " Band: 95 % interval of the evaluation."}[exact] if max(len(arm.runs) for arm in arms) == 1 else _band_words(arms)
+    words = _band_words(arms) + ("" if exact else f" Band{' of a single seed' if len(arms) > 1 else ''}: 95 % interval of the evaluation.")
     over = "seconds of training" if by_seconds else "update"
     return Chart(
         title=f"Evaluation by {'time' if by_seconds else 'update'}", caption=f"{metric} on the evaluation tasks.{words}", data=data,

@@ -12,18 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headrace.errors import RunDirectoryError
+from headrace.report.comparison import TARGET_BELOW_FINAL, measured_capacity, time_to_reward
+from headrace.report.comparison import evaluation_curve as evaluations
 from headrace.report.examples import load_recorded
 from headrace.report.figures_learning import ARM_COLORS, Arm, evaluation_curve, reward_curve
 from headrace.report.markup import Markup, figure, join, number_text, percent, table, tag
 from headrace.report.record import RunRecord, load_run
 from headrace.report.sections import default_settings, facts_line, flat, run_sections, section, settings_section, shown
-from headrace.report.words import final_mean, mean_of, metric_of, run_sentences, seconds_to, status_of
+from headrace.report.words import final_of, mean_of, metric_of, run_sentences, status_of
 
 _COMPRESSION = 9
-_BELOW_FINAL = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +35,19 @@ class ReportFile:
     runs: Sequence[RunRecord]
 
 
-def write_report(directories: Sequence[Path], out: Path, *, arm_names: Sequence[str] | None = None, verdict: str | None = None) -> ReportFile:
+def write_report(
+    directories: Sequence[Path], out: Path, *, arm_names: Sequence[str] | None = None, verdict: str | None = None, capacity: int | None = None
+) -> ReportFile:
     """`arm_names`: one for each directory; runs of one name are seeds of one arm. Default: runs with equal settings but for the seed.
+    `capacity`: of every sampling device, so that occupancies can be held against each other (DESIGN section 2). Default: what each run
+    measured, and the median of that for several runs of one recipe.
 
     Raises ConfigError when a directory is no run, RunDirectoryError when `out` cannot be written.
     """
     runs = [load_run(directory) for directory in directories]
+    capacity = _common_capacity(runs) if capacity is None else capacity
+    if capacity is not None:
+        runs = [run.with_capacity(capacity) for run in runs]
     text = page(runs, arms_of(runs, arm_names), verdict=verdict)
     data = text.encode("utf-8")
     try:
@@ -47,6 +56,13 @@ def write_report(directories: Sequence[Path], out: Path, *, arm_names: Sequence[
     except OSError as error:
         raise RunDirectoryError(f"{out}: the report cannot be written: {error.strerror}.", remedy="Choose another place with --out FILE.") from error
     return ReportFile(path=out, size_bytes=len(data), runs=runs)
+
+
+def _common_capacity(runs: Sequence[RunRecord]) -> int | None:
+    if len(runs) == 1 or len({run.started.get("recipe") for run in runs}) > 1:
+        return None
+    measured = [capacity for run in runs for capacity in measured_capacity(run.lines)]
+    return round(median(measured)) if measured else None
 
 
 def arms_of(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[Arm]:
@@ -116,7 +132,7 @@ def _curves(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> Markup | None:
 def _overview(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> list[Markup]:
     parts = []
     for arm in arms:
-        final = mean_of([final_mean(run) for run in arm.runs])
+        final = mean_of([final_of(run) for run in arm.runs])
         occupancy = mean_of([run.summary["utilization"]["occupancy"] for run in arm.runs])
         known = f": {number_text(mean_of([run.summary['wall_seconds'] for run in arm.runs]))} s of training"
         known += f", {metric_of(arm.runs[0])} {final:.3f} at the end" if final is not None else ""
@@ -127,15 +143,14 @@ def _overview(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> list[Markup]:
 
 
 def _arm_table(arms: Sequence[Arm]) -> Markup:
-    """Means over an arm's seeds; the target is what every arm reached, as `compare` sets it."""
-    finals = [mean_of([final_mean(run) for run in arm.runs]) for arm in arms]
-    known = [final for final in finals if final is not None]
-    target = min(known) - _BELOW_FINAL if known else None
+    """Means over an arm's seeds."""
+    finals = [mean_of([final_of(run) for run in arm.runs]) for arm in arms]
+    target = _target(arms, finals)
     rows = []
     for arm, final in zip(arms, finals, strict=True):
         summaries = [run.summary for run in arm.runs]
-        times = [seconds_to(run, target) for run in arm.runs] if target is not None else []
-        ends = [value for run in arm.runs if (value := final_mean(run)) is not None]
+        times = [time_to_reward(evaluations(run.lines), target) for run in arm.runs] if target is not None else []
+        ends = [value for run in arm.runs if (value := final_of(run)) is not None]
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
         reached = f"{sum(time is not None for time in times)} of {len(times)}: " if None in times else ""
         rows.append(
@@ -150,9 +165,20 @@ def _arm_table(arms: Sequence[Arm]) -> Markup:
         )  # fmt: skip
     reach = f"to {target:.3f}" if target is not None else "to target"
     header = ["arm", "seeds", "updates", "training", "final evaluation", reach, "occupancy", "busy", "tokens/s", "staleness mean / max"]
-    note = "Means over the seeds. Final: mean of the last 3 evaluations, in brackets the lowest and highest seed. "
-    note += f"{reach[0].upper()}{reach[1:]}: seconds of training from which on the mean of 3 evaluations stays there (0.01 under the lowest arm's final). "
+    capacities = sorted({capacity for arm in arms for run in arm.runs for capacity in measured_capacity(run.lines)})
+    note = (
+        f"Means over the seeds. Occupancy: of capacity {' or '.join(map(str, capacities))}. Final: mean of the last 3 evaluations, in brackets the lowest and "
+        f"highest seed. {reach[0].upper()}{reach[1:]}: seconds of training from which on the mean of 3 evaluations stays there ({TARGET_BELOW_FINAL} under the "
+        "final of the first synchronous arm, else of the lowest). "
+    )
     return join([table(header, rows), tag("p", note, "Whether a difference is resolved is what ", tag("code", "headrace compare"), " says.", class_="note")])
+
+
+def _target(arms: Sequence[Arm], finals: Sequence[float | None]) -> float | None:
+    known = [(final, arm.runs[0].summary["mode"]) for arm, final in zip(arms, finals, strict=True) if final is not None]
+    if not known:
+        return None
+    return next((final for final, mode in known if mode == "sync"), min(final for final, _ in known)) - TARGET_BELOW_FINAL
 
 
 def _staleness(each: Sequence[Mapping[str, Any]]) -> str:

@@ -6,11 +6,12 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError, Problem
+from headrace.report.comparison import with_capacity
 from headrace.report.summary import summarize
 from headrace.report.utilization import Windows, timed_windows
 
@@ -59,6 +60,11 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.directory.resolve().name
+
+    def with_capacity(self, capacity: int) -> RunRecord:
+        """The same run, as if every sampling device had measured this capacity."""
+        lines = with_capacity(self.lines, capacity)
+        return replace(self, lines=lines, summary=summarize(lines))
 
     def events(self, name: str) -> list[Line]:
         return [line for line in self.lines if line["event"] == name]

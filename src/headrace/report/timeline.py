@@ -157,7 +157,8 @@ def _works_on(worker: str, device: str, role: str) -> bool:
 
 
 def _one(end: float, seconds: float, activity: str, **facts: Any) -> Slice:
-    return Slice(start=end - seconds, end=end, seconds={activity: seconds}, facts=facts)
+    start = max(0.0, end - seconds)  # what began before line 1 is start-up
+    return Slice(start=start, end=end, seconds={activity: end - start}, facts=facts)
 
 
 def _update_facts(line: Line) -> dict[str, Any]:

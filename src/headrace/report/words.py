@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from headrace.report.comparison import evaluation_curve, final_mean
 from headrace.report.figures_devices import words
 from headrace.report.markup import number_text, percent
 from headrace.report.progress import duration
@@ -126,23 +127,10 @@ def run_sentences(run: RunRecord) -> list[str]:
     return [each for each in (headline(run), result(run), utilization(run), freshness(run), rollouts(run)) if each]
 
 
-def final_mean(run: RunRecord) -> float | None:
-    """Mean of the last three evaluations (CONTRACTS)."""
-    means = [line["mean"] for line in run.surviving("evaluated") if line["mean"] is not None]
-    return fmean(means[-3:]) if means else None
-
-
-def seconds_to(run: RunRecord, target: float) -> float | None:
-    """Seconds of training from when the mean of three evaluations stays >= target; None when it never does."""
-    lines = [line for line in run.surviving("evaluated") if line["mean"] is not None]
-    means = [fmean(line["mean"] for line in lines[index - 2 : index + 1]) for index in range(2, len(lines))]
-    first = None
-    for index, mean in enumerate(means):
-        first = (index if first is None else first) if mean >= target else None
-    if first is None:
-        return None
-    version = lines[first + 2]["version"]
-    return run.seconds_of_versions().get(version)
+def final_of(run: RunRecord) -> float | None:
+    """Mean of the last three evaluations, as `compare` has it."""
+    curve = evaluation_curve(run.lines)
+    return final_mean(curve) if curve else None
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from fakes.made_events import active, lines_of, run_started, taken, updated, window
+from fakes.report_runs import COLOCATED, HOSTILE, SPLIT, made_events, write_run
+from headrace import events as ev
+from headrace.cli.main import main
+from headrace.report.record import load_run
+from headrace.report.timeline import BATCH, BUSY, FULL, LEARN, binned, lanes, learner_slices
+from headrace.report.trace import trace_events
+
+
+def test_learner_slices_tile_what_its_events_name_and_never_overlap() -> None:
+    slices = learner_slices(lines_of(made_events()))
+    for before, after in itertools.pairwise(slices):
+        assert before.end <= after.start + 1e-9
+    total: dict[str, float] = {}
+    for each in slices:
+        (activity,) = each.seconds
+        assert each.end > each.start
+        total[activity] = total.get(activity, 0.0) + each.seconds[activity]
+    assert total[LEARN] == pytest.approx(3.6)
+    assert total["overhead"] == pytest.approx(0.6)
+    assert total[BATCH] == pytest.approx(1.2)
+
+
+def test_waiting_for_a_batch_gives_way_to_work_in_the_same_seconds() -> None:
+    # a batch that was fetched ahead: the wait lies around two updates
+    lines = lines_of([(0.0, run_started(SPLIT)), (3.0, updated(1, seconds=1.0, busy=1.0)), (5.0, updated(2, seconds=1.0, busy=1.0)), (6.0, taken(3, 5.0))])
+    found = [(next(iter(each.seconds)), each.start, each.end) for each in learner_slices(lines)]
+    assert found == [(BATCH, 1.0, 2.0), (LEARN, 2.0, 3.0), (BATCH, 3.0, 4.0), (LEARN, 4.0, 5.0), (BATCH, 5.0, 6.0)]
+
+
+def test_bins_of_a_sampler_hold_the_shares_of_its_reports() -> None:
+    sampler = next(lane for lane in lanes(lines_of(made_events())) if lane.name == "sampler-0")
+    for shares in binned(sampler, 1.0, 7.0, 12):
+        assert shares == pytest.approx({FULL: 0.35, BUSY: 0.15, "environment": 0.4, "a new reason": 0.1})
+
+
+def test_a_colocated_device_is_never_counted_twice() -> None:
+    # its sampler reports to be idle for want of admission while its learner learns
+    lines = lines_of(
+        [
+            (0.0, run_started(COLOCATED, placement="colocated", mode="sync")),
+            (0.0, window("start")),
+            (9.0, updated(1, seconds=4.0, busy=3.0)),
+            (10.0, active("sampler-0", 10.0, running={8: 4.0}, idle={"admission": 5.0, "environment": 1.0})),
+        ]
+    )
+    (lane,) = lanes(lines)
+    (shares,) = binned(lane, 0.0, 10.0, 1)
+    assert shares == pytest.approx({LEARN: 0.3, FULL: 0.4, "admission": 0.2, "environment": 0.1})
+    for fine in binned(lane, 0.0, 10.0, 20):
+        assert sum(fine.values()) == pytest.approx(1.0)
+
+
+def test_evaluations_after_the_run_do_not_stretch_its_timeline() -> None:
+    late = ev.Evaluated(role="evaluator", version=6, lineage=0, mean=0.5, interval95=[0.5, 0.5], num_rollouts=1, metrics={}, seconds=2.0)
+    timed = made_events()
+    found = lanes(lines_of([*timed, (500.0, late)]))
+    assert (
+        next(lane for lane in found if lane.name == "evaluator").learning == next(lane for lane in lanes(lines_of(timed)) if lane.name == "evaluator").learning
+    )
+
+
+def test_trace_has_a_track_for_each_device_whose_slices_nest(tmp_path: Path) -> None:
+    for mode in ("async", "sync"):
+        run = load_run(write_run(tmp_path / mode, made_events(mode=mode)))
+        events = list(trace_events(run))
+        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        expected = {"sampler-0 (sampler)", "learner-0 (learner)"} if mode == "async" else {"device-0 (colocated)", "device-0 (learning)"}
+        assert set(names.values()) == {"conductor", "evaluator (evaluator)", *expected}
+        slices = [event for event in events if event["ph"] == "X"]
+        assert {event["tid"] for event in slices} == {track for track, name in names.items() if name != "conductor"}
+        for track in names:
+            own = sorted((event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == track)
+            assert all(before[1] <= after[0] + 0.2 for before, after in itertools.pairwise(own))
+
+
+def test_trace_is_what_viewers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_run(tmp_path / "run", made_events())
+    out = tmp_path / "deep" / "trace.json"
+    assert main(["report", str(directory), "--out", str(tmp_path / "r.html"), "--trace", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace"] == str(out)
+    events = json.loads(out.read_text(encoding="utf-8"))["traceEvents"]
+    for event in events:
+        assert {"ph", "name", "pid", "tid"} <= set(event)
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], float | int) and event["ts"] >= 0
+        if event["ph"] == "C":
+            assert event["args"] and all(isinstance(value, float | int) for value in event["args"].values())
+    learned = [event for event in events if event["ph"] == "X" and event["name"] == LEARN]
+    assert [event["args"]["version"] for event in learned] == [1, 2, 3, 4, 5, 6]
+    assert sum(event["dur"] for event in learned) == pytest.approx(3.6e6)
+    shares = [event["args"] for event in events if event["name"] == "sampler-0 shares of time"]
+    assert len(shares) == 6 and all(sum(each.values()) == pytest.approx(1.0) for each in shares)
+    assert HOSTILE not in out.read_text(encoding="utf-8")
