@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from headrace import events as ev
 from headrace.config import Settings
 from headrace.errors import NoProgressError, RecipeError
 from headrace.roles import EvaluationResult
+from headrace.statistics import mean_with_interval
 from headrace.types import RolloutKey, RolloutRequest, SamplingParameters, Task
 
 
@@ -31,7 +31,8 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
     first = f"task '{failed[0].task_id}': {failed[0].end_reason}: {failed[0].error}" if failed else None
     if failed and not rewards:
         raise NoProgressError(
-            f"All {len(failed)} rollouts of an evaluation failed; the first was {first}.", remedy="Mend the environment, the reward or the tasks: see the error."
+            f"All {len(failed)} rollouts of an evaluation failed; the first was {first}.",
+            remedy="Mend the environment, the reward or the tasks: see the error.",
         )
     failed = [finished.summary for finished in result.finished if finished.summary.failed]
     first = f"task '{failed[0].task_id}': {failed[0].end_reason}: {failed[0].error}" if failed else None
@@ -56,15 +57,3 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
         role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
         num_rollouts=len(rewards), metrics=metrics, seconds=seconds, num_failed=len(failed), failure=first,
     )  # fmt: skip
-
-
-def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half width of its 95 % interval by the normal approximation); (0, 0) without values."""
-    count = len(values)
-    if count == 0:
-        return 0.0, 0.0
-    mean = math.fsum(values) / count
-    if count == 1:
-        return mean, 0.0
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, 1.96 * math.sqrt(variance / count)

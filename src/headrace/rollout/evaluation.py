@@ -11,13 +11,13 @@ from typing import Any
 
 from headrace.config import Settings
 from headrace.errors import HeadraceError, InvariantError, RecipeError, WaitTimeoutError
-from headrace.evaluation import mean_with_interval
 from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
 from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import UserCode, roll_out
 from headrace.rollout.user_call import describe_exception, shorten
 from headrace.rollout.user_code import RecipeUserCode
+from headrace.statistics import mean_with_interval
 from headrace.types import FinishedRollout, PolicyVersion, RolloutRequest, Task
 
 
@@ -54,7 +54,9 @@ def resolve_evaluate(code: RecipeCode, settings: Settings) -> Callable[..., Any]
         return None
     function = code.resolve(settings.task.evaluate)
     if not inspect.iscoroutinefunction(function):
-        raise RecipeError(f"{code.path}: task.evaluate '{settings.task.evaluate}' is not an async function.", remedy="Write `async def evaluate(policy, tasks)`.")
+        raise RecipeError(
+            f"{code.path}: task.evaluate '{settings.task.evaluate}' is not an async function.", remedy="Write `async def evaluate(policy, tasks)`."
+        )
     return function
 
 

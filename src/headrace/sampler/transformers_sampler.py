@@ -27,6 +27,9 @@ from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest,
 _SCORE_LOGITS = 2**24
 """Numbers in the logits of one scoring forward at most, unless one sequence alone has more: 128 MiB in float64."""
 
+_GIVE_WAY_SHARE = 0.02
+"""Of a step's time, for everything else in the loop."""
+
 
 @dataclass(slots=True, eq=False)
 class _ScoreJob:
@@ -177,7 +180,17 @@ class TransformersSampler:
         if self._scores:
             meter.busy(self._score_some())
         meter.idle("gather" if engine.num_ready else waiting_for())
+        await self._give_way()
+
+    async def _give_way(self) -> None:
+        """Lets the loop go round once, and after a long step for up to 2 % of its time.
+
+        An answer that comes from another process takes several rounds: at one a step, steps of half a second would make it wait for seconds.
+        """
+        until = self._meter.time + _GIVE_WAY_SHARE * self._meter.last_seconds
         await asyncio.sleep(0)
+        while _loop_time() < until:
+            await asyncio.sleep(0)
 
     async def _gather(self) -> None:
         """Waits for more requests, up to gather_seconds, until the batch is full or more would not pay."""

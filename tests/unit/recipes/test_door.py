@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.clock import now, run_virtual
 from headrace.config_loading import load_settings
 from headrace.errors import RecipeError
-from headrace.evaluation import mean_with_interval
 from headrace.learner.scratch import character_tokenizer
 from headrace.learner.warm_start import prepare_model
 from headrace.recipe import RecipeCode
+from headrace.statistics import mean_with_interval
 from headrace.types import Action, Observation, StopReason, Task
 
 RECIPE = load_settings(Path(__file__).parents[3] / "recipes" / "door")
