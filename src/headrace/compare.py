@@ -317,18 +317,35 @@ async def _evaluate(resolved: ResolvedSettings, directory: Path, stream: IO[str]
         places[0] = await start_model(resolved)
     _require(places, missing, directory)
     if missing:
-        _say(stream, f"evaluating {len(missing)} checkpoints")
         with contextlib.closing(EventLog.reopened(directory / _EVENTS, asyncio.get_running_loop().time)) as log:
-            await evaluate_checkpoints(resolved, [(version, places[version]) for version in missing], on_evaluated=log.emit)
+            await evaluate_checkpoints(resolved, [(version, places[version]) for version in missing], on_evaluated=_counted(log.emit, len(missing), stream))
     repeated = _unrepeated(directory, lines, resolved.settings)
     if repeated:
         _require(places, repeated, directory)
         other = dataclasses.replace(resolved, settings=_with_seed(resolved.settings, resolved.settings.run.seed + _OTHER_STREAMS))
-        found: list[Evaluated] = await evaluate_checkpoints(other, [(version, places[version]) for version in repeated])
+        again = [(version, places[version]) for version in repeated]
+        found = await evaluate_checkpoints(other, again, on_evaluated=_counted(lambda event: None, len(repeated), stream))
         (directory / _REPEATS).write_text(json.dumps({event.version: event.mean for event in found}), encoding="utf-8")
     for version in sorted(places)[:-1]:
         if version:
             shutil.rmtree(places[version], ignore_errors=True)
+
+
+def _counted(pass_on: Callable[[Evaluated], None], total: int, stream: IO[str]) -> Callable[[Evaluated], None]:
+    """Passes each evaluation on and shows how many are done: a line that is rewritten in a terminal, one at the start and the end elsewhere."""
+    seconds: list[float] = []
+    _say(stream, f"evaluating {total} checkpoints")
+
+    def count(event: Evaluated) -> None:
+        pass_on(event)
+        seconds.append(event.seconds)
+        left = statistics.fmean(seconds) * (total - len(seconds))
+        if stream.isatty():
+            stream.write(f"\r\x1b[2K{len(seconds)}/{total}, {duration(left)} to go" if left else "\r\x1b[2K")
+        if len(seconds) == total:
+            _say(stream, f"update {event.version}: {event.mean:.4f}")
+
+    return count
 
 
 def _with_seed(settings: Settings, seed: int) -> Settings:

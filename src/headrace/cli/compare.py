@@ -16,7 +16,7 @@ from typing import Any
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.cli.run import sigterm_as_ctrl_c
 from headrace.compare import SYNC, Arm, Plan, common_capacity, held_directory, make_arms, run_comparison
-from headrace.config_loading import find_recipe, load_settings, plain_values
+from headrace.config_loading import load_settings, plain_values
 from headrace.errors import ConfigError, HeadraceError, Problem
 from headrace.report.comparison import MeasuredRun, as_json, compare_arm, default_target, jitter, mean_and_interval, time_to_reward
 
@@ -42,7 +42,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
             output.result(facts, status="failed", error=error.as_json())
             return error.exit_code
         result = {**facts, **_result(plan, measured, baseline, arguments.target)}
-        result["report"] = _write_report(plan, measured, result["verdict"])
+        result["report"] = _write_report(plan, measured, result)
         (plan.directory / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     print_comparison(measured, result, output)
     output.result(result)
@@ -55,7 +55,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     for option, value, least in (("--seeds", arguments.seeds, 1), ("--devices", arguments.devices, 2), ("--evaluate-every", arguments.evaluate_every, 1)):
         if value is not None and value < least:
             raise ConfigError([Problem(key=option, value=value, limit=f"at least {least}", message=f"{option} is {value}, it must be at least {least}.")])
-    name = find_recipe(arguments.recipe).parent.name
+    name = load_settings(arguments.recipe, arguments.overrides).settings.run.name
     directory = Path(arguments.run_dir or Path("runs") / f"compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return Plan(
         recipe=arguments.recipe,
@@ -74,7 +74,7 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
     target = result["target_reward"]
     seeds = len(result["seeds"])
     table = Table(title=f"means of {seeds} seeds" if seeds > 1 else "1 seed", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("arm", f"s to {target:.3f}", "final (95 %)", "jitter", "occupancy", "busy", "useful tok/s", "staleness"):
+    for heading in ("arm", f"s to {target:.3f}", "final ± 95 %", "jitter", "occupancy", "busy", "useful tok/s", "staleness"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for name, runs in measured.items():
         table.add_row(name, *_cells(runs, target))
@@ -83,7 +83,7 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
     noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
     print(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.", file=output.people)
     if seeds == 1:
-        print("final (95 %): of the evaluation alone; one seed says nothing about others.", file=output.people)
+        print("± 95 %: of the evaluation alone; one seed says nothing about others.", file=output.people)
     print(f"\n{result['verdict']}", file=output.people)
     print(f"\nreport  {result['report']}\nruns and result.json  {result['run_dir']}", file=output.people)
 
@@ -103,11 +103,13 @@ def _result(plan: Plan, measured: Mapping[str, Sequence[MeasuredRun]], baseline:
     return {**as_json(measured, _arm_settings(plan), comparisons, target), "capacity": common_capacity(plan)}
 
 
-def _write_report(plan: Plan, measured: Mapping[str, Sequence[MeasuredRun]], verdict: str) -> str:
+def _write_report(plan: Plan, measured: Mapping[str, Sequence[MeasuredRun]], result: Mapping[str, Any]) -> str:
     from headrace.report.page import write_report
 
     runs = [run for arm in measured.values() for run in arm]
-    return str(write_report([Path(run.run_dir) for run in runs], plan.directory / "report.html", arm_names=[run.arm for run in runs], verdict=verdict).path)
+    directories, names = [Path(run.run_dir) for run in runs], [run.arm for run in runs]
+    out = plan.directory / "report.html"
+    return str(write_report(directories, out, arm_names=names, verdict=result["verdict"], capacity=result["capacity"]).path)
 
 
 def _arm_settings(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -166,12 +168,12 @@ def _cells(runs: Sequence[MeasuredRun], target: float) -> list[str]:
     if reached and len(reached) < len(times):
         seconds += f" ({len(times) - len(reached)} never)"
     final, interval = mean_and_interval([run.final_mean for run in runs])
-    low, high = interval or (final - runs[0].final_half_width, final + runs[0].final_half_width)
+    half_width = runs[0].final_half_width if interval is None else (interval[1] - interval[0]) / 2
     occupancy, attainable = _mean([run.occupancy for run in runs]), _mean([run.attainable_occupancy for run in runs])
     largest = max((run.staleness_max for run in runs if run.staleness_max is not None), default=0)
     return [
         seconds,
-        f"{final:.4f} ({low:.4f} to {high:.4f})",
+        f"{final:.4f} ± {half_width:.4f}",
         _shown(_mean([jitter(run.curve) for run in runs]), ".4f"),
         f"{_shown(occupancy, '.0%')} of {_shown(attainable, '.0%')}",
         _shown(_mean([run.busy_fraction for run in runs]), ".0%"),
