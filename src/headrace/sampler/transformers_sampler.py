@@ -189,7 +189,7 @@ class TransformersSampler:
         """
         until = self._meter.time + _GIVE_WAY_SHARE * self._meter.last_seconds
         await asyncio.sleep(0)
-        while _loop_time() < until:
+        while _loop_time() < until:  # noqa: ASYNC110 (it waits for rounds of the loop, nothing sets an event)
             await asyncio.sleep(0)
 
     async def _gather(self) -> None:
