@@ -318,23 +318,24 @@ async def _evaluate(resolved: ResolvedSettings, directory: Path, stream: IO[str]
     _require(places, missing, directory)
     if missing:
         with contextlib.closing(EventLog.reopened(directory / _EVENTS, asyncio.get_running_loop().time)) as log:
-            await evaluate_checkpoints(resolved, [(version, places[version]) for version in missing], on_evaluated=_counted(log.emit, len(missing), stream))
+            await evaluate_checkpoints(resolved, [(version, places[version]) for version in missing], on_evaluated=_counted(log.emit, missing, stream))
     repeated = _unrepeated(directory, lines, resolved.settings)
     if repeated:
         _require(places, repeated, directory)
         other = dataclasses.replace(resolved, settings=_with_seed(resolved.settings, resolved.settings.run.seed + _OTHER_STREAMS))
         again = [(version, places[version]) for version in repeated]
-        found = await evaluate_checkpoints(other, again, on_evaluated=_counted(lambda event: None, len(repeated), stream))
+        found = await evaluate_checkpoints(other, again, on_evaluated=_counted(lambda event: None, repeated, stream, again=True))
         (directory / _REPEATS).write_text(json.dumps({event.version: event.mean for event in found}), encoding="utf-8")
     for version in sorted(places)[:-1]:
         if version:
             shutil.rmtree(places[version], ignore_errors=True)
 
 
-def _counted(pass_on: Callable[[Evaluated], None], total: int, stream: IO[str]) -> Callable[[Evaluated], None]:
+def _counted(pass_on: Callable[[Evaluated], None], versions: Sequence[int], stream: IO[str], *, again: bool = False) -> Callable[[Evaluated], None]:
     """Passes each evaluation on and shows how many are done: a line that is rewritten in a terminal, one at the start and the end elsewhere."""
     seconds: list[float] = []
-    _say(stream, f"evaluating {total} checkpoints")
+    total = len(versions)
+    _say(stream, f"evaluating {total} checkpoints" + (" again, for the noise of evaluating" if again else ""))
 
     def count(event: Evaluated) -> None:
         pass_on(event)
