@@ -2,13 +2,16 @@
 
 A worker's decode work belongs to the device of its name (colocated: of its index); the learner's belongs to every device that
 learns, because `busy_seconds` of an update is a mean over ranks. A colocated device gets both. Work that an event reports for an
-interval that only partly lies in the timed window counts in proportion. Workers report about once a second.
+interval that only partly lies in the timed window counts in proportion; but before a window opens no rollout exists, so a worker
+was idle there. Workers report about once a second.
+
+Both meters are fed line by line, so a run of any length can be followed in constant memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -19,14 +22,17 @@ _OTHER = "other"
 _UNREPORTED = "unreported"
 _REPORT_GAP_SECONDS = 2.0
 # while a colocated learner works, its device's sampler reports that it has nothing to do: most plainly for want of admission
+_IDLE_BEFORE = ("admission", "weights", "gather")
 _IDLE_OF_THE_OTHER_ROLE = ("admission", "weights", "environment", "gather", _OTHER)
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The timed parts of a run: one, or one each time it was resumed."""
+    """The timed parts of a run: one, or one each time it was resumed. Or any stretches of it."""
 
     spans: tuple[tuple[float, float], ...]
+    cut_out: bool = False
+    """Stretches of a run that was already going, so that work before them is ordinary work."""
 
     @property
     def seconds(self) -> float:
@@ -36,11 +42,53 @@ class Windows:
         """How many of the `seconds` before `end` lie in the windows."""
         return sum(max(0.0, min(end, b) - max(end - seconds, a)) for a, b in self.spans)
 
+    def before_opening(self, end: float, seconds: float) -> float:
+        """How many of the `seconds` before `end` lie just before a window that opens within them."""
+        if self.cut_out:
+            return 0.0
+        return next((a - (end - seconds) for a, b in self.spans if end - seconds < a < end), 0.0)
+
     def share(self, end: float, seconds: float) -> float:
         """The same as a fraction; an instant is in or out."""
         if seconds > 0:
             return min(1.0, self.inside(end, seconds) / seconds)
         return float(any(a <= end <= b for a, b in self.spans))
+
+
+class WindowMeter:
+    """Timed windows, from each `timed_window` start to its end; one that is cut short ends at the last event before the run resumes."""
+
+    def __init__(self) -> None:
+        self._closed: tuple[tuple[float, float], ...] = ()
+        self._start: float | None = None
+        self._last = 0.0
+
+    def add(self, line: Line) -> None:
+        match line["event"]:
+            case "timed_window" if line["phase"] == "start":
+                self._start = line["time"]
+            case "timed_window" if self._start is not None:
+                self._close(line["time"])
+            case "run_resumed" if self._start is not None:
+                self._close(self._last)
+        self._last = line["time"]
+
+    @property
+    def windows(self) -> Windows:
+        """Up to the newest event."""
+        return Windows(self._closed if self._start is None else (*self._closed, (self._start, self._last)))
+
+    def _close(self, end: float) -> None:
+        assert self._start is not None
+        self._closed, self._start = (*self._closed, (self._start, end)), None
+
+
+def timed_windows(lines: Iterable[Line]) -> Windows:
+    """Of a whole run; one that was cut short ends at its last event."""
+    meter = WindowMeter()
+    for line in lines:
+        meter.add(line)
+    return meter.windows
 
 
 @dataclass(slots=True)
@@ -56,47 +104,76 @@ class _Device:
     covered: float = 0.0
     """Timed seconds that the worker reported on."""
 
+    def add_sampler_work(self, line: Line, windows: Windows) -> None:
+        activity = line["activity"]
+        seconds, idle = activity["seconds"], dict(activity["idle_seconds"])
+        opened = windows.before_opening(line["time"], seconds)
+        if opened > 0:
+            seconds -= _take(idle, opened, _IDLE_BEFORE)
+        share = windows.share(line["time"], seconds)
+        self.covered += share * seconds
+        self.sampler_busy += share * activity["busy_seconds"]
+        self.occupied += share * sum(min(1.0, int(running) / self.capacity) * busy for running, busy in activity["running_seconds"].items())
+        for reason, lasted in idle.items():
+            self.sampler_idle[reason] = self.sampler_idle.get(reason, 0.0) + share * lasted
 
-def timed_windows(lines: Iterable[Line]) -> Windows:
-    """From each `timed_window` start to its end; a run that was cut short ends at its last event."""
-    spans: list[tuple[float, float]] = []
-    start: float | None = None
-    last = 0.0
-    for line in lines:
-        if line["event"] == "timed_window" and line["phase"] == "start":
-            start = line["time"]
-        elif line["event"] == "timed_window" and start is not None:
-            spans.append((start, line["time"]))
-            start = None
-        elif line["event"] == "run_resumed" and start is not None:
-            spans.append((start, last))
-            start = None
-        last = line["time"]
-    if start is not None:
-        spans.append((start, last))
-    return Windows(tuple(spans))
+
+class UtilizationMeter:
+    """Adds up what each device did. Each line is given with the windows known by then, or with any stretch of time to look at."""
+
+    def __init__(self, devices: Iterable[Mapping[str, Any]]) -> None:
+        self._devices = [_Device(each["name"], each["role"], float(each.get("capacity") or 1)) for each in devices]
+        self._learner_idle: dict[str, float] = {}
+
+    def add(self, line: Line, windows: Windows) -> None:
+        time = line["time"]
+        match line["event"]:
+            case "worker_active":
+                for device in self._devices:
+                    if _works_on(line["role"], device):
+                        device.add_sampler_work(line, windows)
+            case "updated":
+                finished = time - line.get("finished_seconds_ago", 0.0)
+                share = windows.share(finished, line["seconds"])
+                for device in self._devices:
+                    if device.role in ("learner", COLOCATED):
+                        device.learner_busy += line["busy_seconds"] * share
+                self._add_idle("overhead", max(0.0, line["seconds"] - line["busy_seconds"]) * share)
+                self._add_idle("transfer", line.get("transfer_seconds", 0.0) * share)
+            case "selection_taken":
+                self._add_idle(_WAITS_FOR_BATCH, windows.inside(time, line["wait_seconds"]))
+            case "weights_acknowledged":
+                self._add_idle("acknowledgement", windows.inside(time, line["wait_seconds"]))
+            case "weights_published":
+                self._add_idle("publish", windows.inside(time, line["seconds"]))
+            case "checkpoint_saved":
+                self._add_idle("checkpoint", windows.inside(time, line["seconds"]))
+
+    def result(self, windows: Windows) -> dict[str, Any]:
+        """The `utilization` object of CONTRACTS. Fractions are None before the first timed second."""
+        allocated = windows.seconds
+        if allocated <= 0:
+            return {"busy_fraction": None, "occupancy": None, "attainable_occupancy": None, "devices": []}
+        rows = [_row(_completed(device, allocated), allocated, self._learner_idle) for device in self._devices]
+        # every device is allocated for the same time, so the weighted mean is the plain one
+        return {
+            "busy_fraction": _mean([row["busy_fraction"] for row in rows]),
+            "occupancy": _mean([row["occupancy"] for row in rows]),
+            "attainable_occupancy": attainable_occupancy(rows),
+            "devices": rows,
+        }
+
+    def _add_idle(self, reason: str, seconds: float) -> None:
+        self._learner_idle[reason] = self._learner_idle.get(reason, 0.0) + seconds
 
 
 def utilization(lines: Sequence[Line], windows: Windows) -> dict[str, Any]:
-    """The `utilization` object of CONTRACTS. Fractions are None before the first timed second."""
+    """Of the stretches of time in `windows`; see UtilizationMeter.result."""
     started: Line = next((line for line in lines if line["event"] == "run_started"), {"devices": []})
-    devices = [_Device(each["name"], each["role"], float(each.get("capacity") or 1)) for each in started["devices"]]
-    for device in devices:
-        _add_sampler_work(device, lines, windows)
-        if device.role in ("learner", COLOCATED):
-            device.learner_busy = sum(line["busy_seconds"] * windows.share(line["time"], line["seconds"]) for line in lines if line["event"] == "updated")
-    allocated = windows.seconds
-    if allocated <= 0:
-        return {"busy_fraction": None, "occupancy": None, "attainable_occupancy": None, "devices": []}
-    learner_idle = _learner_idle(lines, windows)
-    rows = [_row(device, allocated, learner_idle) for device in devices]
-    # every device is allocated for the same time, so the weighted mean is the plain one
-    return {
-        "busy_fraction": _mean([row["busy_fraction"] for row in rows]),
-        "occupancy": _mean([row["occupancy"] for row in rows]),
-        "attainable_occupancy": attainable_occupancy(rows),
-        "devices": rows,
-    }
+    meter = UtilizationMeter(started["devices"])
+    for line in lines:
+        meter.add(line, windows)
+    return meter.result(windows)
 
 
 def attainable_occupancy(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -120,48 +197,20 @@ def _works_on(role: str, device: _Device) -> bool:
     return role == device.name or (device.role == COLOCATED and role.rpartition("-")[2] == device.name.rpartition("-")[2])
 
 
-def _add_sampler_work(device: _Device, lines: Iterable[Line], windows: Windows) -> None:
-    for line in lines:
-        if line["event"] != "worker_active" or not _works_on(line["role"], device):
-            continue
-        activity = line["activity"]
-        share = windows.share(line["time"], activity["seconds"])
-        device.covered += share * activity["seconds"]
-        device.sampler_busy += share * activity["busy_seconds"]
-        device.occupied += share * sum(min(1.0, int(running) / device.capacity) * seconds for running, seconds in activity["running_seconds"].items())
-        for reason, seconds in activity["idle_seconds"].items():
-            device.sampler_idle[reason] = device.sampler_idle.get(reason, 0.0) + share * seconds
-    _complete(device, windows.seconds)
-
-
-def _complete(device: _Device, allocated: float) -> None:
+def _completed(device: _Device, allocated: float) -> _Device:
     """The last report before the window closes is missing: those seconds are taken to be like the others. A longer silence is idle."""
     missing = allocated - device.covered
     if device.covered <= 0 or missing <= 0:
-        return
+        return device
     if missing > _REPORT_GAP_SECONDS:
-        device.sampler_idle[_UNREPORTED] = device.sampler_idle.get(_UNREPORTED, 0.0) + missing
-        return
+        return replace(device, sampler_idle={**device.sampler_idle, _UNREPORTED: device.sampler_idle.get(_UNREPORTED, 0.0) + missing})
     scale = allocated / device.covered
-    device.sampler_busy *= scale
-    device.occupied *= scale
-    device.sampler_idle = {reason: seconds * scale for reason, seconds in device.sampler_idle.items()}
-
-
-def _learner_idle(lines: Iterable[Line], windows: Windows) -> dict[str, float]:
-    """Why the learner's devices were not busy: no batch, the learner's own overhead, publishing, checkpoints."""
-    idle = {_WAITS_FOR_BATCH: 0.0, "overhead": 0.0, "publish": 0.0, "checkpoint": 0.0}
-    for line in lines:
-        match line["event"]:
-            case "selection_taken":
-                idle[_WAITS_FOR_BATCH] += windows.inside(line["time"], line["wait_seconds"])
-            case "updated":
-                idle["overhead"] += max(0.0, line["seconds"] - line["busy_seconds"]) * windows.share(line["time"], line["seconds"])
-            case "weights_published":
-                idle["publish"] += windows.inside(line["time"], line["seconds"])
-            case "checkpoint_saved":
-                idle["checkpoint"] += windows.inside(line["time"], line["seconds"])
-    return idle
+    return replace(
+        device,
+        sampler_busy=device.sampler_busy * scale,
+        occupied=device.occupied * scale,
+        sampler_idle={reason: seconds * scale for reason, seconds in device.sampler_idle.items()},
+    )
 
 
 def _row(device: _Device, allocated: float, learner_idle: Mapping[str, float]) -> dict[str, Any]:
@@ -184,14 +233,19 @@ def _fit(reasons: Mapping[str, float], idle: float) -> dict[str, float]:
     if missing > 1e-9:
         fitted[_OTHER] = fitted.get(_OTHER, 0.0) + missing
         return fitted
-    for reason in (*_IDLE_OF_THE_OTHER_ROLE, *fitted):
-        if missing >= 0:
-            break
-        taken = min(fitted.get(reason, 0.0), -missing)
-        if taken > 0:
-            fitted[reason] -= taken
-            missing += taken
+    _take(fitted, -missing, (*_IDLE_OF_THE_OTHER_ROLE, *fitted))
     return {reason: seconds for reason, seconds in fitted.items() if seconds > 1e-9}
+
+
+def _take(seconds: dict[str, float], wanted: float, order: Iterable[str]) -> float:
+    """Takes up to `wanted` seconds out, reason by reason, and returns how much that was."""
+    left = wanted
+    for reason in order:
+        taken = max(0.0, min(seconds.get(reason, 0.0), left))
+        if taken > 0:
+            seconds[reason] -= taken
+            left -= taken
+    return wanted - left
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -138,7 +138,8 @@ def test_summary_has_the_agreed_keys_and_values() -> None:
     del summary["evaluation"], summary["staleness"]
     assert summary == {
         "recipe": "door", "runtime": "local", "mode": "async", "placement": "split", "seed": 3, "num_updates": 2, "planned_updates": 10, "lineage": 0,
-        "startup_seconds": 2.5, "wall_seconds": 10.0, "tokens_per_second": 100.0, "ledger": {"closes": True},
+        "startup_seconds": 2.5, "wall_seconds": 10.0, "tokens_per_second": 100.0,
+        "useful_tokens_per_second": 10.0, "saturated_tokens_per_second": None, "ledger": {"closes": True},
         "checkpoint": "runs/x/checkpoints/update_000002",
         "failures": [],
     }  # fmt: skip
