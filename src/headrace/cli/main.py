@@ -19,6 +19,7 @@ from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.errors import ConfigError, HeadraceError, Problem
 
 _RECIPE_HELP = "a recipe file, a directory with recipe.toml, or a shipped name such as door"
+_RUN_HELP = "a run directory, or its name below runs/"
 _OVERRIDES_HELP = "settings that win over the recipe, for example pool.max_staleness=4 (TOML values; bare words are texts; none unsets)"
 LOGS = ("tensorboard", "wandb", "mlflow", "trackio")
 _COMPARE_TEXT = """\
@@ -76,6 +77,10 @@ def build_parser() -> argparse.ArgumentParser:
     new.add_argument("--kind", choices=("one_step", "multi_step"), default="one_step", help="a prompt and its answer, or an environment (default: one_step)")
 
     _add_report_arguments(command("report", "make one HTML file about a run, or about several"))
+
+    watch = command("watch", "see what a run does now: progress, who waits for whom, staleness, what to change")
+    watch.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    watch.add_argument("--once", action="store_true", help="print one frame and end (so does --json, and output that is no terminal)")
 
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")

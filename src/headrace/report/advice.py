@@ -1,0 +1,113 @@
+"""What is wrong with a run and what to do about it, in sentences: from its numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_IDLE = 0.3
+"""A device that is idle for one reason longer than this share of its time is worth a word."""
+_FULL = 0.7
+_MIN_SECONDS = 5.0
+_LOW_SAMPLE_SIZE = 0.5
+_MANY_STALE = 0.05
+_MANY_FILTERED = 0.5
+_MANY_FAILED = 0.05
+
+
+def advice(
+    summary: Mapping[str, Any], utilization: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, newest: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Most important first. `utilization` is that of the stretch to judge; `newest` the statistics of the last update.
+
+    `settings` as in config.toml: with them the advice names values.
+    """
+    rows, settings = utilization["devices"], settings or {}
+    found: list[str] = []
+    if rows and rows[0]["allocated_seconds"] >= _MIN_SECONDS:
+        found += [text for text in (_bottleneck(summary, rows, settings), _tail(rows, settings)) if text]
+    found += _learning(newest)
+    found += _ledger(summary["ledger"])
+    return found + _failures(summary)
+
+
+def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+    """Who waits for whom, and which setting moves that."""
+    samplers, learners = [row for row in rows if row["role"] == "sampler"], [row for row in rows if row["role"] == "learner"]
+    if summary["mode"] == "sync" or not samplers or not learners:
+        occupancy = sum(row["occupancy"] for row in rows) / len(rows)
+        if summary["mode"] == "sync" and occupancy < _FULL:
+            return f"occupancy {occupancy:.0%}: in sync everybody waits in turn; try run.mode=async"
+        return None
+    waits_for_batch = _mean_share(learners, "batch")
+    environment, admission = _mean_share(samplers, "environment"), _mean_share(samplers, "admission")
+    more = f"run.num_samplers={len(samplers) + 1}"
+    if admission > _IDLE:
+        learner_busy = sum(row["busy_fraction"] for row in learners) / len(learners)
+        if learner_busy > _FULL:
+            return f"samplers idle {admission:.0%}: the learner is the bottleneck; try run.num_learner_ranks={len(learners) + 1} or fewer samplers"
+        return f"samplers idle {admission:.0%}: admission lets no more rollouts start; try {_double(settings, 'pool', 'max_staleness')}"
+    if environment > _IDLE:
+        if settings.get("sampler", {}).get("max_in_flight"):
+            remedy = _double(settings, "sampler", "max_in_flight")
+        else:
+            remedy = f"{_double(settings, 'pool', 'max_staleness')} or {_double(settings, 'pool', 'groups_per_batch')}"
+        return f"samplers idle {environment:.0%}: all rollouts wait for their environments; try {remedy} (more rollouts in flight)"
+    if waits_for_batch > _IDLE:
+        return f"learner idle {waits_for_batch:.0%}: samplers are the bottleneck; try {more}"
+    return None
+
+
+def _tail(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+    thin = [row for row in rows if row["role"] == "sampler" and row["busy_fraction"] > _FULL and row["occupancy"] < 0.5 * row["busy_fraction"]]
+    if not thin:
+        return None
+    worst = min(thin, key=lambda row: row["occupancy"])
+    return (
+        f"{worst['name']} is busy {worst['busy_fraction']:.0%} and filled {worst['occupancy']:.0%}: few sequences run at once; "
+        f"try {_double(settings, 'pool', 'max_staleness')}, or sampler.max_running={worst['capacity']:.0f} if it is lower"
+    )
+
+
+def _learning(newest: Mapping[str, Any] | None) -> list[str]:
+    if newest is None or newest["effective_sample_size"] is None or newest["effective_sample_size"] >= _LOW_SAMPLE_SIZE:
+        return []
+    text = f"effective sample size {newest['effective_sample_size']:.2f}: the data is far from the policy"
+    return [f"{text}; try a lower learner.learning_rate or pool.max_staleness"]
+
+
+def _ledger(ledger: Mapping[str, Any] | None) -> list[str]:
+    if not ledger or "tokens" not in ledger:
+        return []
+    tokens, found = ledger["tokens"], []
+    generated = tokens["generated"] or 1
+    stale = tokens["skipped"].get("stale", 0) + tokens["expired"]
+    if stale / generated > _MANY_STALE:
+        found.append(f"{stale / generated:.0%} of the tokens were too stale to train; try a higher pool.max_staleness or a faster learner")
+    filtered = ledger["trajectories"]["filtered"] / (ledger["trajectories"]["generated"] or 1)
+    if filtered > _MANY_FILTERED:
+        found.append(f"{filtered:.0%} of the trajectories were in groups of equal rewards: the tasks are too easy or too hard, or rollout.group_size is small")
+    if not ledger["closes"]:
+        found.append("the ledger does not close: this is a bug in headrace, please report it with events.jsonl")
+    return found
+
+
+def _failures(summary: Mapping[str, Any]) -> list[str]:
+    failures = summary["failures"]
+    if not failures:
+        return []
+    count = sum(one["rollouts"] for one in failures)
+    generated = ((summary["ledger"] or {}).get("trajectories") or {}).get("generated") or 0
+    worst = failures[0]
+    text = f"{count} rollouts failed, most of them of task {worst['task']}: {worst['reason']}: {worst['error']}"
+    return [text if generated and count / generated > _MANY_FAILED else text[:200]]
+
+
+def _double(settings: Mapping[str, Any], section: str, key: str) -> str:
+    """`pool.max_staleness=16 (now 8)`, or `a higher pool.max_staleness` where the value is not known."""
+    now = settings.get(section, {}).get(key)
+    return f"{section}.{key}={2 * now or 1} (now {now})" if isinstance(now, int) else f"a higher {section}.{key}"
+
+
+def _mean_share(rows: Sequence[Mapping[str, Any]], reason: str) -> float:
+    return float(sum(row["idle_seconds"].get(reason, 0.0) / row["allocated_seconds"] for row in rows) / len(rows))

@@ -1,0 +1,316 @@
+"""What a run does now, as one frame of text for a terminal of any width from 80 columns.
+
+`WatchState` is fed with event lines and forgets what no frame needs, so that a long run costs no more to watch than a short one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headrace.report.advice import advice
+from headrace.report.progress import duration
+from headrace.report.summary import RunSummary
+from headrace.report.utilization import Windows, utilization
+
+Line = Mapping[str, Any]
+
+RECENT_SECONDS = 60.0
+"""Devices are judged by this last stretch of a run."""
+SILENT_SECONDS = 30.0
+"""Without an event for so long, a run that has not ended is called silent: workers report each second."""
+_RECENT_UPDATES = 20
+_CURVE_POINTS = 512
+_LABEL_COLUMNS = 12
+_SPARKS = "▁▂▃▄▅▆▇█"
+_WORK = frozenset({"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved"})
+_STYLES = {"done": "green", "running": "cyan", "starting": "cyan", "failed": "red", "interrupted": "yellow", "silent": "yellow"}
+
+
+class Curve:
+    """Values over updates in bounded memory: when full, neighbours are averaged."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._each = 1
+        self._waiting: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._waiting.append(value)
+        if len(self._waiting) < self._each:
+            return
+        self.values.append(sum(self._waiting) / len(self._waiting))
+        self._waiting.clear()
+        if len(self.values) >= _CURVE_POINTS:
+            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._each *= 2
+
+
+class WatchState:
+    """What a frame shows. `add` each event in order; `add` changes nothing but this object (I14)."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings` as in config.toml: advice names their values."""
+        self.settings = settings or {}
+        self.summary = RunSummary()
+        self.time = 0.0
+        self.num_events = 0
+        self.finished: Line | None = None
+        self.rewards, self.evaluations = Curve(), Curve()
+        self.reward: float | None = None
+        self.statistics: Mapping[str, Any] | None = None
+        self.refused: str | None = None
+        self.pool: Line | None = None
+        self.recording: Line | None = None
+        self.longest_waits: dict[str, str | None] = {}
+        self._version = 0
+        self._waiting: Line | None = None
+        self._recent: deque[Line] = deque()
+        self._paces: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES)
+
+    def add(self, line: Line) -> None:
+        self.summary.add(line)
+        self.time, self.num_events = line["time"], self.num_events + 1
+        if line["event"] in _WORK:
+            self._recent.append(line)
+            while self._recent[0]["time"] < self.time - RECENT_SECONDS:
+                self._recent.popleft()
+        match line["event"]:
+            case "timed_window" if line["phase"] == "start":
+                self._paces.append((line["time"], self._version))
+            case "updated":
+                self._add_update(line)
+            case "evaluated" if line["mean"] is not None:
+                self.evaluations.add(line["mean"])
+            case "worker_active":
+                self.longest_waits[line["role"]] = line.get("longest_wait")
+            case "pool":
+                self.pool = line
+            case "waiting":
+                self._waiting = line
+            case "trajectories_recorded":
+                self.recording = line
+            case "run_started" | "run_resumed":
+                self.finished = None
+            case "run_finished":
+                self.finished = line
+
+    @property
+    def status(self) -> str:
+        """starting | running | done | failed | interrupted"""
+        if self.finished is not None:
+            return str(self.finished["status"])
+        return "running" if self.num_events else "starting"
+
+    def waits(self) -> list[tuple[str, float]]:
+        """(who waits for whom, seconds) by the newest word on it; none of a run that has ended."""
+        newest = max((line for line in (self.pool, self._waiting) if line is not None), key=lambda line: line["time"], default=None)
+        if newest is None or self.finished is not None:
+            return []
+        return [(name, seconds) for name, seconds in newest["waits"]]
+
+    def seconds_to_finish(self) -> float | None:
+        """From the pace of the newest updates; None before the first one and after the end."""
+        planned = self.summary.started.get("num_updates")
+        if len(self._paces) < 2 or not planned or self.finished is not None:
+            return None
+        (start, first), (end, last) = self._paces[0], self._paces[-1]
+        return max(0.0, (end - start) / (last - first) * (planned - last)) if last > first else None
+
+    def recent_utilization(self) -> dict[str, Any]:
+        """Of the last RECENT_SECONDS of the timed window; of the whole of a run that has ended, or is younger."""
+        windows = self.summary.windows.windows
+        if not windows.spans or self.finished is not None or windows.spans[-1][1] - windows.spans[-1][0] <= RECENT_SECONDS:
+            whole: dict[str, Any] = self.summary.result()["utilization"]
+            return whole
+        start, end = windows.spans[-1]
+        stretch = Windows(((max(start, end - RECENT_SECONDS), end),), cut_out=True)
+        return utilization([self.summary.started, *self._recent], stretch)
+
+    def warnings(self) -> list[str]:
+        found = advice(self.summary.result(), self.recent_utilization(), settings=self.settings, newest=self.statistics)
+        if self.refused:
+            found.insert(0, f"the last update was refused: {self.refused}")
+        if self.recording is not None and self.recording["lost"]:
+            found.append(f"{self.recording['lost']} trajectories were not recorded: {self.recording['failure'] or 'the disk was slower than the run'}")
+        return found
+
+    def _add_update(self, line: Line) -> None:
+        self._version = line["version"]
+        self._paces.append((line["time"], line["version"]))
+        self.refused = line["refused"]
+        if line["reward_mean"] is not None:
+            self.reward = line["reward_mean"]
+            self.rewards.add(line["reward_mean"])
+        if line["statistics"] is not None:
+            self.statistics = line["statistics"]
+
+
+def frame(state: WatchState, *, name: str, width: int, silent_seconds: float = 0.0) -> RenderableType:
+    """One picture of the run. `silent_seconds`: since the file last grew."""
+    summary = state.summary.result()
+    rows = _Rows(width)
+    parts: list[RenderableType] = [_title(state, summary, name, width, silent_seconds)]
+    if state.num_events:
+        _add_progress(rows, state, summary)
+        _add_learning(rows, state, summary)
+        parts.append(rows.table)
+        devices = state.recent_utilization()
+        if devices["devices"]:
+            parts += ["", _devices(devices, width)]
+        below = _Rows(width)
+        _add_waits(below, state)
+        _add_pool_and_ledger(below, state, summary)
+        parts += ["", below.table]
+        parts += _notes(state, summary)
+    return Group(*parts)
+
+
+class _Rows:
+    """Lines of a label and a text that is folded at the width."""
+
+    def __init__(self, width: int) -> None:
+        self.columns = width - _LABEL_COLUMNS
+        self.table = Table.grid(padding=(0, 0))
+        self.table.add_column(width=_LABEL_COLUMNS, no_wrap=True)
+        self.table.add_column(width=self.columns, overflow="fold")
+
+    def add(self, label: str, text: str | Text) -> None:
+        self.table.add_row(Text(label, style="dim"), text if isinstance(text, Text) else Text(text))
+
+
+def _title(state: WatchState, summary: Mapping[str, Any], name: str, width: int, silent_seconds: float) -> Table:
+    status = state.status
+    word = status
+    if status == "running" and silent_seconds > SILENT_SECONDS:
+        status, word = "silent", f"no event for {duration(silent_seconds)}: killed, or its machine hangs"
+    elif status == "starting":
+        word = "starting: the roles are not up yet"
+    elif summary["wall_seconds"]:
+        word = f"{status} · {duration(summary['wall_seconds'])}"
+    table = Table.grid(expand=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(justify="right", no_wrap=True)
+    what = [summary["recipe"], summary["mode"], summary["placement"], f"seed {summary['seed']}"] if state.num_events else []
+    left = Text(name, style="bold")
+    left.append("  " + " ".join(part for part in what if part), style="not bold")
+    table.add_row(left, Text(word, style=_STYLES[status]))
+    table.width = width
+    return table
+
+
+def _add_progress(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
+    done, planned = summary["num_updates"], summary["planned_updates"] or 0
+    left = state.seconds_to_finish()
+    tail = f" {done}/{planned} updates" + (f", {duration(left)} to go" if left else "")
+    columns = max(10, rows.columns - len(tail) - 1)
+    rows.add("progress", _bar(done / planned if planned else 0.0, columns) + Text(tail))
+
+
+def _add_learning(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
+    if state.reward is not None:
+        rows.add("reward", _curve(f"{state.reward:7.3f}", state.rewards.values, rows.columns))
+    newest = summary["evaluation"]["after"] or summary["evaluation"]["before"]
+    if newest is not None and newest["mean"] is not None:
+        low, high = newest["interval95"]
+        interval = f" ±{(high - low) / 2:.3f}" if high - low >= 5e-4 else ""
+        rows.add("evaluation", _curve(f"{newest['mean']:7.3f}", state.evaluations.values, rows.columns, f"{interval} at version {newest['version']}"))
+    staleness, statistics = summary["staleness"], state.statistics
+    if staleness["mean"] is not None:
+        key = f"; key steps {staleness['key_mean']:.2f}, max {staleness['key_max']}" if staleness["key_mean"] is not None else ""
+        rows.add("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']} updates{key}")
+    if statistics is not None and statistics["effective_sample_size"] is not None:
+        parts = [("ess", "effective_sample_size"), ("ratio max", "ratio_max"), ("clipped", "clipped_fraction"), ("entropy", "entropy")]
+        rows.add("last update", ", ".join(f"{label} {statistics[key]:.3g}" for label, key in parts if statistics[key] is not None))
+    if summary["tokens_per_second"]:
+        rows.add("tokens/s", _speed(summary))
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    text = f"{summary['tokens_per_second']:,.0f} sampled"
+    if summary["useful_tokens_per_second"]:
+        text += f", {summary['useful_tokens_per_second']:,.0f} trained"
+    if summary["saturated_tokens_per_second"]:
+        text += f"; full samplers make {summary['saturated_tokens_per_second']:,.0f}"
+    return text
+
+
+def _devices(utilization_now: Mapping[str, Any], width: int) -> Table:
+    """Bars of occupancy; what is beside them is the same for every width."""
+    bar_columns = max(8, min(30, width - 62))
+    table = Table.grid(padding=(0, 1))
+    for column in ({"width": 12}, {"width": bar_columns}, {"justify": "right", "width": 4}, {"justify": "right", "width": 5}):
+        table.add_column(no_wrap=True, overflow="ellipsis", **column)
+    table.add_column(width=width - 12 - bar_columns - 4 - 5 - 4, overflow="fold")
+    seconds = utilization_now["devices"][0]["allocated_seconds"]
+    table.add_row(*(Text(text, style="dim") for text in ("device", "occupancy", "", "busy", f"idle, of the last {duration(seconds)}")))
+    for device in utilization_now["devices"]:
+        total = device["allocated_seconds"]
+        idle = sorted(((reason, lasted / total) for reason, lasted in device["idle_seconds"].items()), key=lambda item: -item[1])
+        reasons = ", ".join(f"{reason} {share:.0%}" for reason, share in idle[:3] if share >= 0.005)
+        table.add_row(device["name"], _bar(device["occupancy"], bar_columns), f"{device['occupancy']:.0%}", f"{device['busy_fraction']:.0%}", reasons)
+    attainable = utilization_now["attainable_occupancy"]
+    beside = f"attainable with this split {attainable:.0%}" if attainable is not None else ""
+    occupancy, busy = utilization_now["occupancy"], utilization_now["busy_fraction"]
+    table.add_row("run", _bar(occupancy, bar_columns), f"{occupancy:.0%}", f"{busy:.0%}", beside)
+    return table
+
+
+def _add_waits(rows: _Rows, state: WatchState) -> None:
+    for index, (name, seconds) in enumerate(state.waits()):
+        rows.add("" if index else "waits", f"{name} ({seconds:.0f} s)")
+    if state.finished is None:
+        slow = [(role, text) for role, text in sorted(state.longest_waits.items()) if text]
+        for index, (role, text) in enumerate(slow[:4]):
+            rows.add("" if index else "slowest", f"{role}: {text}")
+
+
+def _add_pool_and_ledger(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
+    pool = state.pool
+    if pool is not None and state.finished is None:
+        groups = f"{pool['outstanding_groups']} of {pool['max_groups']} groups out: {pool['waiting_groups']} waiting, {pool['ready_groups']} ready, "
+        staleness = f"; staleness {pool['staleness_mean']:.1f}, max {pool['staleness_max']}" if pool["pooled_tokens"] else ""
+        rows.add("pool", f"{groups}{pool['taken_groups']} with the learner; {pool['rollouts_in_flight']} rollouts in flight{staleness}")
+    ledger = summary["ledger"]
+    if ledger and "trajectories" in ledger:
+        counts = {name: sum(value.values()) if isinstance(value, Mapping) else value for name, value in ledger["trajectories"].items()}
+        shown = [f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items() if value and name != "generated"]
+        rows.add("ledger", f"{counts.get('generated', 0):,} trajectories = " + " + ".join(shown))
+    if summary["checkpoint"]:
+        rows.add("checkpoint", str(summary["checkpoint"]))
+
+
+def _notes(state: WatchState, summary: Mapping[str, Any]) -> list[RenderableType]:
+    notes: list[RenderableType] = []
+    if state.finished is not None and state.finished["error"]:
+        error = state.finished["error"]
+        notes.append(Text(f"{error['kind']}: {error['message']} {error.get('remedy') or ''}".rstrip(), style="red"))
+    return notes + [Text(f"! {text}", style="yellow") for text in state.warnings()]
+
+
+def _bar(fraction: float, columns: int) -> Text:
+    full = round(max(0.0, min(1.0, fraction)) * columns)
+    return Text("█" * full, style="cyan") + Text("░" * (columns - full), style="dim")
+
+
+def _curve(value: str, values: Sequence[float], columns: int, after: str = "") -> Text:
+    room = columns - len(value) - len(after) - 2
+    return Text(f"{value}  ") + Text(sparkline(values, room), style="cyan") + Text(after)
+
+
+def sparkline(values: Sequence[float], columns: int) -> str:
+    """One character a value, or the mean of those that share a column; lowest to highest value."""
+    if not values or columns < 1:
+        return ""
+    if len(values) > columns:
+        edges = [round(index * len(values) / columns) for index in range(columns + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(values), max(values)
+    span = high - low
+    return "".join(_SPARKS[round((value - low) / span * (len(_SPARKS) - 1)) if span > 0 else 3] for value in values)
