@@ -22,6 +22,7 @@ _DRAWN = """
     && plot.querySelectorAll('.scatterlayer .trace path, .barlayer .point path, .heatmaplayer image').length > 0,
 ])
 """
+_LINE = "document.querySelector('.scatterlayer .trace:last-child .js-line').style.stroke"
 # texts whose colour does not stand out from the page (WCAG contrast under 4.5), and texts too small to read
 _UNREADABLE = """
 (() => {
@@ -102,7 +103,7 @@ def test_colours_follow_when_the_theme_changes(chrome: Browser, one: Path) -> No
     page = chrome.open(one, width=1280)
     before = _line_colour(page)
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    page.until(f"document.querySelector('.scatterlayer .js-line').style.stroke !== {before!r}")
+    page.until(f"{_LINE} !== {before!r}")
     assert page.evaluate(_UNREADABLE) == []
 
 
@@ -111,9 +112,9 @@ def test_paper_is_light_even_where_the_screen_is_dark(chrome: Browser, one: Path
     page = chrome.open(one, width=1280, dark=True)
     assert _line_colour(page) != light
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    page.until(f"document.querySelector('.scatterlayer .js-line').style.stroke === {light!r}")
+    page.until(f"{_LINE} === {light!r}")
     page.evaluate("dispatchEvent(new Event('afterprint'))")
-    page.until(f"document.querySelector('.scatterlayer .js-line').style.stroke !== {light!r}")
+    page.until(f"{_LINE} !== {light!r}")
     document = page.print()
     assert document.startswith(b"%PDF") and len(re.findall(rb"/Type\s*/Page\b", document)) >= 3
     assert page.complaints() == []
@@ -142,5 +143,5 @@ def test_report_of_a_real_run_is_drawn(run_letters: Callable[..., FinishedRun], 
 
 
 def _line_colour(page: Page) -> str:
-    colour: str = page.evaluate("document.querySelector('.scatterlayer .js-line').style.stroke")
+    colour: str = page.evaluate(_LINE)
     return colour

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LIMIT_SECONDS = 90.0
+_LIMIT_SECONDS = 60.0
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--disable-extensions", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
+    "--disable-sync", "--disable-extensions", "--disable-breakpad", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ class Browser:
         self._to, self._from = to_browser, from_browser
         self._buffer = b""
         self._last_id = 0
+        self._target: str | None = None
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
@@ -59,9 +60,11 @@ class Browser:
         return json.loads(text)  # type: ignore[no-any-return]
 
     def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False) -> Page:
-        """Loads a file and waits until its figures are drawn."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        page = Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
+        """Loads a file in place of the page opened before, and waits until its figures are drawn."""
+        if self._target is not None:
+            self.call("Target.closeTarget", targetId=self._target)
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        page = Page(self, self.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"])
         for domain in ("Runtime", "Log", "Page", "Network"):
             page.call(f"{domain}.enable")
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
