@@ -81,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch = command("watch", "see what a run does now: progress, who waits for whom, staleness, what to change")
     watch.add_argument("run", metavar="RUN", help=_RUN_HELP)
     watch.add_argument("--once", action="store_true", help="print one frame and end (so does --json, and output that is no terminal)")
+    _add_trajectories_arguments(command("trajectories", "browse and export what a run sampled"))
 
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")
@@ -107,6 +108,24 @@ def _add_report_arguments(report: argparse.ArgumentParser) -> None:
     report.add_argument("runs", metavar="RUN", nargs="+", help="a run directory; runs with equal settings but for the seed become one curve with a band")
     report.add_argument("--out", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
     report.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
+
+
+def _add_trajectories_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    parser.add_argument("--task", metavar="ID", help="only of this task")
+    parser.add_argument("--min-reward", metavar="R", type=float, help="only with at least this reward")
+    parser.add_argument("--max-reward", metavar="R", type=float, help="only with at most this reward")
+    parser.add_argument("--min-staleness", metavar="UPDATES", type=int, help="only with a token at least so old when it was trained")
+    parser.add_argument("--key", action="store_true", help="only with key steps")
+    parser.add_argument("--limit", metavar="N", type=_count, help="at most so many (default: 10; all in an export)")
+    parser.add_argument("--export", metavar="FILE", help="write them to FILE.parquet or FILE.jsonl, with their text")
+
+
+def _count(given: str) -> int:
+    number = int(given)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

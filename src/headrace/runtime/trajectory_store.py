@@ -258,6 +258,11 @@ class _Columns:
         return pa.table(arrays)
 
 
+def empty_table() -> Any:
+    """A pyarrow table of no rows: the columns and their types."""
+    return _Columns().table()
+
+
 class _Lists:
     """Rows of numbers of one kind: values one after another, and where each row begins."""
 

@@ -1,0 +1,239 @@
+"""`headrace trajectories`: browse and export what a run sampled (trajectories/*.parquet, written as the run goes)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from headrace.cli.evaluate import find_checkpoint
+from headrace.cli.output import Output
+from headrace.cli.watch import find_run
+from headrace.errors import ConfigError, Problem
+
+Row = dict[str, Any]
+Decode = Callable[[list[int]], str]
+
+DEFAULT_LIMIT = 10
+# oldest version first: from cold to warm, and apart in light and dark terminals
+_VERSION_STYLES = ("blue", "cyan", "green", "yellow", "magenta", "red")
+_MAX_CHARACTERS = 4000
+
+
+def execute(arguments: argparse.Namespace, output: Output) -> int:
+    directory = find_run(arguments.run)
+    export = None if arguments.export is None else _checked_export(Path(arguments.export))
+    limit = arguments.limit if arguments.limit is not None or export is not None else DEFAULT_LIMIT
+    files = sorted((directory / "trajectories").glob("*.parquet"))
+    decode = _decoder(directory) if files else None
+    found = Found(files, arguments)
+    shown: list[Row] = []
+    if export is not None:
+        count = _export(found, export, decode, limit)
+        output.say(f"{count} trajectories -> {export}")
+    else:
+        console = Console(file=output.people, width=shutil.get_terminal_size((100, 24)).columns, highlight=False)
+        for row in found.rows(limit):
+            shown.append(with_text(row, decode))
+            console.print(picture(row, decode), soft_wrap=False)
+        output.say(_said(found, len(shown), directory))
+    result = {"run_dir": str(directory), "recorded": found.num_recorded, "matched": found.num_matched, "export": None if export is None else str(export)}
+    output.result({**result, "trajectories": shown})
+    return 0
+
+
+class Found:
+    """Rows of these files that the filters let through, in the order in which they were written; one file is in memory at a time."""
+
+    def __init__(self, files: list[Path], filters: argparse.Namespace) -> None:
+        self._files, self._filters = files, filters
+        self.num_recorded = self.num_matched = 0
+        """After `tables` has run out."""
+
+    def tables(self) -> Iterator[Any]:
+        """pyarrow tables."""
+        import pyarrow.parquet as parquet
+
+        for path in self._files:
+            table = parquet.read_table(path)
+            matching = table.filter(self._matching(table))
+            self.num_recorded += table.num_rows
+            self.num_matched += matching.num_rows
+            yield matching
+
+    def rows(self, limit: int | None) -> Iterator[Row]:
+        """The first `limit`; the files are read to their end to count."""
+        given = 0
+        for table in self.tables():
+            wanted = table.num_rows if limit is None else max(0, min(table.num_rows, limit - given))
+            given += wanted
+            yield from table.slice(0, wanted).to_pylist()
+
+    def _matching(self, table: Any) -> Any:
+        """[rows] which to keep; a null (no staleness: never trained) matches no bound."""
+        import pyarrow as pa
+        import pyarrow.compute as compute
+
+        wanted = self._filters
+        keep = pa.array([True] * table.num_rows, type=pa.bool_())
+        conditions: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+            (wanted.task, lambda value: compute.equal(table["task_id"], value)),
+            (wanted.min_reward, lambda value: compute.greater_equal(table["reward"], value)),
+            (wanted.max_reward, lambda value: compute.less_equal(table["reward"], value)),
+            (wanted.min_staleness, lambda value: compute.greater_equal(table["staleness_max"], value)),
+            (wanted.key or None, lambda value: compute.greater(compute.list_value_length(table["key_steps"]), 0)),
+        )
+        for given, make in conditions:
+            if given is not None:
+                keep = compute.and_(keep, compute.fill_null(make(given), False))
+        return keep
+
+
+def picture(row: Row, decode: Decode | None) -> Text:
+    """One trajectory: what is known of it, then its text with actions coloured by policy version and key steps underlined."""
+    update = f"update {row['update']}" if row["update"] is not None else row["retired"]
+    age = f"  staleness {row['staleness_mean']:.1f}, max {row['staleness_max']}" if row["staleness_max"] is not None else ""
+    text = Text()
+    text.append(f"group {row['group']}.{row['member']}", style="bold")
+    text.append(f"  task {row['task_id']}  reward {row['reward']:g}  {row['end']}  {update}{age}  {row['steps']} steps, {len(row['key_steps'])} key\n")
+    versions = sorted(set(row["versions"]))
+    for version in versions:
+        text.append(f" version {version} ", style=_version_style(version, versions))
+    text.append("\n")
+    if row["error"]:
+        text.append(f"{row['error']}\n", style="red")
+    body = _body(row, versions, decode)
+    if len(body) > _MAX_CHARACTERS:
+        body = body[:_MAX_CHARACTERS] + Text(f" ... {len(body) - _MAX_CHARACTERS} more characters: --export", style="dim")
+    return text + body + Text("\n")
+
+
+def _body(row: Row, versions: list[int], decode: Decode | None) -> Text:
+    body, position, taken = Text(), 0, 0
+    key_steps = set(row["key_steps"])
+    for index, (start, end) in enumerate(zip(row["action_starts"], row["action_ends"], strict=True)):
+        body.append(_shown(row["tokens"][position:start], decode), style="dim")
+        underline = " underline" if index in key_steps else ""
+        for first, last, version in _runs(row["versions"][taken : taken + end - start]):
+            body.append(_shown(row["tokens"][start + first : start + last], decode), style=f"bold {_version_style(version, versions)}{underline}")
+        taken += end - start
+        position = end
+    return body + Text(_shown(row["tokens"][position:], decode), style="dim")
+
+
+def with_text(row: Row, decode: Decode | None) -> Row:
+    """The row with its text; null where no tokenizer was found."""
+    return {**row, "text": None if decode is None else decode(row["tokens"])}
+
+
+def _runs(versions: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(start, end, version) of each stretch of one version."""
+    start = 0
+    for index in range(1, len(versions) + 1):
+        if index == len(versions) or versions[index] != versions[start]:
+            yield start, index, versions[start]
+            start = index
+
+
+def _version_style(version: int, versions: list[int]) -> str:
+    index = versions.index(version)
+    spread = len(versions) - 1
+    return _VERSION_STYLES[round(index / spread * (len(_VERSION_STYLES) - 1)) if spread else 2]
+
+
+def _shown(tokens: list[int], decode: Decode | None) -> str:
+    if decode is None:
+        return "".join(f"{token} " for token in tokens)
+    return decode(tokens)
+
+
+def _decoder(directory: Path) -> Decode | None:
+    """Of the run's newest checkpoint, else of the model it started from; None where neither is there (yet)."""
+    for model in _model_directories(directory):
+        if (model / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            fast = Tokenizer.from_file(str(model / "tokenizer.json"))
+            return lambda tokens: str(fast.decode(tokens, skip_special_tokens=False))
+        if (model / "tokenizer_config.json").is_file():
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(model))
+            return lambda tokens: str(tokenizer.decode(tokens))
+    return None
+
+
+def _model_directories(directory: Path) -> Iterator[Path]:
+    try:
+        yield find_checkpoint(directory)[0]
+    except ConfigError:
+        pass
+    import tomllib
+
+    try:
+        path = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8")).get("model", {}).get("path")
+    except (OSError, ValueError):
+        return
+    if path is not None:
+        yield Path(path)
+
+
+def _checked_export(path: Path) -> Path:
+    if path.suffix not in (".parquet", ".jsonl"):
+        message = f"--export '{path}' ends in neither .parquet nor .jsonl."
+        raise ConfigError([Problem(key="--export", value=str(path), limit=".parquet or .jsonl", message=message, remedy="The ending says what to write.")])
+    if not path.absolute().parent.is_dir():
+        message = f"--export '{path}': its directory does not exist."
+        raise ConfigError([Problem(key="--export", value=str(path), message=message, remedy="Make it first.")])
+    return path
+
+
+def _export(found: Found, path: Path, decode: Decode | None, limit: int | None) -> int:
+    """Writes aside and renames, so that a cut export leaves nothing that looks whole."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        count = _write_parquet(found, aside, decode, limit) if path.suffix == ".parquet" else _write_jsonl(found, aside, decode, limit)
+        aside.replace(path)
+    except OSError as error:
+        raise ConfigError([Problem(key="--export", value=str(path), message=f"'{path}' cannot be written: {error.strerror}.")]) from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return count
+
+
+def _write_jsonl(found: Found, path: Path, decode: Decode | None, limit: int | None) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in found.rows(limit):
+            file.write(json.dumps(with_text(row, decode)) + "\n")
+            count += 1
+    return count
+
+
+def _write_parquet(found: Found, path: Path, decode: Decode | None, limit: int | None) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    from headrace.runtime.trajectory_store import empty_table
+
+    schema = empty_table().schema.append(pa.field("text", pa.string()))
+    count = 0
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in found.tables():
+            wanted = table.slice(0, table.num_rows if limit is None else max(0, limit - count))
+            texts = [None if decode is None else decode(tokens) for tokens in wanted["tokens"].to_pylist()]
+            writer.write_table(wanted.append_column("text", pa.array(texts, type=pa.string())).cast(schema))
+            count += wanted.num_rows
+    return count
+
+
+def _said(found: Found, num_shown: int, directory: Path) -> str:
+    if not found.num_recorded:
+        return f"{directory} holds no recorded trajectories: the first file comes after a minute or at the end; run.record_trajectories = none records nothing."
+    return f"{num_shown} of {found.num_matched} matching trajectories shown, {found.num_recorded} recorded."
