@@ -29,7 +29,9 @@ def made_events(*, num_updates: int = 6, text: str = HOSTILE, mode: str = "async
         for member, kind in enumerate((text, "short")):
             timed.append((end - 0.5, _finished(update, member, kind)))
         timed.append((end - 0.1, updated(update, seconds=0.7, busy=0.6, reward=update / 10, numbers=statistics({0: 10, 2: 30}, key_mean=1.0, key_max=2))))
-        timed.append((end - 0.1, _published(update)))
+        timed.append((end - 0.09, _published(update)))
+        timed.append((end - 0.07, ev.WeightsAcknowledged(version=update, lineage=0, wait_seconds=0.01)))
+        timed.append((end - 0.06, pool(in_flight=update, pooled=2)))
         timed.append((end - 0.05, ev.WeightsApplied(role=sampler, version=update, lineage=0)))
         timed.append((end - 0.02, ev.LedgerClosed(ledger=ledger(update, text))))
         timed.append((end, active(sampler, 1.0, running={8: 0.3, 2: 0.2}, idle={"environment": 0.4, "a new reason": 0.1}, tokens=40)))
@@ -103,6 +105,13 @@ def ledger(update: int, kind: str = "short") -> dict[str, Any]:
         "kinds": {kind: {"offered": 30, "trained": 10, "skipped": 1, "expired": 0, "filtered": 0, "failed": 0}, "short": {"offered": 70, "trained": 30}},
         "evaluation": {"tokens": 4, "trajectories": 2},
     }  # fmt: skip
+
+
+def pool(*, in_flight: int, pooled: int) -> ev.PoolLevels:
+    return ev.PoolLevels(
+        max_groups=9, outstanding_groups=1, waiting_groups=0, ready_groups=0, taken_groups=0, rollouts_in_flight=in_flight, pooled_trajectories=pooled,
+        pooled_tokens=10, staleness_mean=0.0, staleness_max=0, delivered_per_second=1.0, retired_per_second=1.0, waits=[],
+    )  # fmt: skip
 
 
 def _finished(group: int, member: int, kind: str) -> ev.RolloutFinished:

@@ -70,7 +70,7 @@ def example_section(recorded: Recorded | None) -> Markup | None:
         return None
     lead = (
         f"From {recorded.num_rows:,} recorded trajectories. Plain text was shown to the model; what it wrote is coloured by the policy version that drew it, "
-        "and the actions of key steps are framed."
+        "and the actions of key steps are bold and underlined."
     )
     if recorded.decode is None:
         lead += " No tokenizer could be loaded from the run's checkpoints, so token ids are shown."

@@ -25,6 +25,8 @@ ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "gather": ("wait-gather", "gathers a fuller batch"),
     "weights": ("wait-weights", "takes up weights"),
     "overhead": ("wait-overhead", "learner's overhead"),
+    "transfer": ("wait-transfer", "batch or result under way"),
+    "acknowledgement": ("wait-acknowledgement", "waits until samplers use new weights"),
     "publish": ("wait-publish", "publishes weights"),
     "checkpoint": ("wait-checkpoint", "writes a checkpoint"),
     "unreported": ("wait-unreported", "did not report"),

@@ -146,6 +146,22 @@ def arrival_delays(run: RunRecord) -> Chart | None:
     )  # fmt: skip
 
 
+def pool_levels(run: RunRecord) -> Chart | None:
+    """What is out and what waits to be trained, about once a second."""
+    levels = [line for line in run.events("pool") if run.windows.share(line["time"], 0.0)]
+    if not levels:
+        return None
+    data = []
+    for key, name, color in (("rollouts_in_flight", "rollouts in flight", "blue"), ("pooled_trajectories", "trajectories in the pool", "teal")):
+        points = thinned([(run.training_seconds(line["time"]), line[key]) for line in levels])
+        data.append(_trace(points, mode="lines", name=name, line={"color": f"${color}", "width": 1.8}))
+    return Chart(
+        title="In flight and in the pool", data=data, height=220,
+        caption="Rollouts that have begun and not ended, and finished trajectories that wait to be trained.",
+        layout={"xaxis": _axis("seconds of training"), "yaxis": {"rangemode": "tozero"}, "showlegend": True},
+    )  # fmt: skip
+
+
 _STATISTICS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("effective_sample_size", "Effective sample size", "1: the data is on-policy; it falls as ratios spread.", {"rangemode": "tozero"}),
     ("kl_sampler_learner", "KL(sampler || learner)", "Mean of sampler minus learner log-probability, nats.", {}),

@@ -77,9 +77,9 @@ def learner_slices(lines: Iterable[Line]) -> list[Slice]:
             case "selection_taken":
                 waits.append(_one(line["time"], line["wait_seconds"], BATCH, trajectories=line["trajectories"], filtered=line["filtered"]))
             case "updated":
-                overhead = max(0.0, line["seconds"] - line["busy_seconds"])
-                work.append(_one(line["time"] - line["busy_seconds"], overhead, "overhead", version=line["version"]))
-                work.append(_one(line["time"], line["busy_seconds"], LEARN, **_update_facts(line)))
+                work += _update_slices(line)
+            case "weights_acknowledged":
+                work.append(_one(line["time"], line["wait_seconds"], "acknowledgement", version=line["version"]))
             case "weights_published":
                 work.append(_one(line["time"], line["seconds"], "publish", version=line["version"], bytes=line["bytes"]))
             case "checkpoint_saved":
@@ -159,6 +159,17 @@ def _works_on(worker: str, device: str, role: str) -> bool:
 def _one(end: float, seconds: float, activity: str, **facts: Any) -> Slice:
     start = max(0.0, end - seconds)  # what began before line 1 is start-up
     return Slice(start=start, end=end, seconds={activity: end - start}, facts=facts)
+
+
+def _update_slices(line: Line) -> list[Slice]:
+    """Transfer there and back, then overhead, then work: the event says how long each took, this order is as good as any."""
+    finished = line["time"] - line.get("finished_seconds_ago", 0.0)
+    version = line["version"]
+    return [
+        _one(finished - line["seconds"], line.get("transfer_seconds", 0.0), "transfer", version=version),
+        _one(finished - line["busy_seconds"], max(0.0, line["seconds"] - line["busy_seconds"]), "overhead", version=version),
+        _one(finished, line["busy_seconds"], LEARN, **_update_facts(line)),
+    ]
 
 
 def _update_facts(line: Line) -> dict[str, Any]:

@@ -61,9 +61,8 @@ def _marks(run: RunRecord, process: int, tracks: Mapping[str, int]) -> Iterator[
                     numbers = line["statistics"]
                     yield _counter(process, "staleness", time, {"mean": _number(numbers["staleness_mean"])})
                     yield _counter(process, "effective sample size", time, {"fraction": _number(numbers["effective_sample_size"])})
-            case "ledger":
-                held = line["ledger"]["trajectories"]
-                yield _counter(process, "trajectories held", time, {name: held[name] for name in ("pooled", "in_flight") if name in held})
+            case "pool":
+                yield _counter(process, "pool", time, {"rollouts in flight": line["rollouts_in_flight"], "pooled trajectories": line["pooled_trajectories"]})
             case "evaluated":
                 yield _counter(process, "evaluation", time, {"mean": _number(line["mean"])})
             case "weights_applied":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fakes.report_runs import COLOCATED, HOSTILE, SPLIT, made_events, write_run
 from headrace import events as ev
 from headrace.cli.main import main
 from headrace.report.record import load_run
+from headrace.report.summary import summarize
 from headrace.report.timeline import BATCH, BUSY, FULL, LEARN, binned, lanes, learner_slices
 from headrace.report.trace import trace_events
 
@@ -34,6 +36,29 @@ def test_waiting_for_a_batch_gives_way_to_work_in_the_same_seconds() -> None:
     lines = lines_of([(0.0, run_started(SPLIT)), (3.0, updated(1, seconds=1.0, busy=1.0)), (5.0, updated(2, seconds=1.0, busy=1.0)), (6.0, taken(3, 5.0))])
     found = [(next(iter(each.seconds)), each.start, each.end) for each in learner_slices(lines)]
     assert found == [(BATCH, 1.0, 2.0), (LEARN, 2.0, 3.0), (BATCH, 3.0, 4.0), (LEARN, 4.0, 5.0), (BATCH, 5.0, 6.0)]
+
+
+def test_what_an_update_says_of_its_time_is_laid_out_before_its_line() -> None:
+    one = replace(updated(1, seconds=2.0, busy=1.5), transfer_seconds=0.5, finished_seconds_ago=1.0)
+    acknowledged = ev.WeightsAcknowledged(version=1, lineage=0, wait_seconds=0.75)
+    slices = learner_slices(lines_of([(0.0, run_started(SPLIT)), (10.0, one), (10.0, acknowledged)]))
+    found = [(next(iter(each.seconds)), each.start, each.end) for each in slices]
+    assert found == [("transfer", 6.5, 7.0), ("overhead", 7.0, 7.5), (LEARN, 7.5, 9.0), ("acknowledgement", 9.25, 10.0)]
+
+
+def test_timeline_and_utilization_tell_the_same_seconds() -> None:
+    lines = lines_of(made_events())
+    devices = {device["name"]: device for device in summarize(lines)["utilization"]["devices"]}
+    for lane in lanes(lines):
+        if lane.name not in devices:
+            continue
+        (shares,) = binned(lane, 1.0, 7.0, 1)
+        device = devices[lane.name]
+        busy = sum(shares.get(activity, 0.0) for activity in (LEARN, FULL, BUSY))
+        assert busy == pytest.approx(device["busy_fraction"], abs=0.005)
+        for reason, seconds in device["idle_seconds"].items():
+            if reason != "other":
+                assert shares.get(reason, 0.0) == pytest.approx(seconds / 6.0, abs=0.005), reason
 
 
 def test_bins_of_a_sampler_hold_the_shares_of_its_reports() -> None:
