@@ -12,7 +12,7 @@ from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-_NUMBER = re.compile(r"(\d+ of \d+: )?[-+]?(< )?\d[\d.,e-]*( ?(%|s|min|h))?( / [\d.,]+)?( \(.*\))?|–")
+_NUMBER = re.compile(r"(\d+ of \d+: )?[-+]?(<\s)?\d[\d.,e-]*(\s?(%|s|min|h))?( / [\d.,]+)?( \(.*\))?|–")
 _VOID = frozenset({"meta", "br", "col"})
 
 
@@ -83,9 +83,10 @@ def number_text(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None) -> str:
+    """With a space that does not break."""
     if value is None:
         return "–"
-    return "< 1 %" if 0 < value < 0.01 else f"{value:.0%}".replace("%", " %")
+    return "<\u00a01\u00a0%" if 0 < value < 0.01 else f"{value:.0%}".replace("%", "\u00a0%")
 
 
 def figure(chart: Chart | None) -> Markup | None:

@@ -45,7 +45,7 @@ class _Reader(HTMLParser):
             if self.tags[-1][1].get("type") == "application/json":
                 self.figures.append(json.loads(data))
         elif self.open and self.open[-1] != "style":
-            self.text += data
+            self.text += data.replace("\u00a0", " ")
 
 
 @pytest.fixture(scope="module")
@@ -306,5 +306,5 @@ def test_markup_escapes_whatever_is_not_markup() -> None:
 
 
 def test_columns_of_numbers_stand_right() -> None:
-    text = table(["a", "b", "c"], [["x", "1,234 (5 %)", "–"], ["1", "< 1 %", "–"]])
+    text = table(["a", "b", "c"], [["x", "1,234 (5 %)", "–"], ["1", "<\u00a01\u00a0%", "–"]])
     assert text.count('<td class="number">') == 2
