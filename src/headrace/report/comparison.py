@@ -88,6 +88,8 @@ class ArmComparison:
     time_ratio: float | None
     """arm / baseline, geometric mean over the seeds in which both reached the target; None when there is no such seed."""
     time_ratio_interval95: Interval | None
+    wall_ratio: float
+    """Of the whole timed windows, arm / baseline, geometric mean: how long the arm took for its own number of updates."""
     num_reached: int
     """Seeds in which the arm reached the target."""
     num_baseline_reached: int
@@ -245,6 +247,7 @@ def compare_arm(arm: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun], tar
         difference_interval95=interval,
         time_ratio=ratio,
         time_ratio_interval95=ratio_interval,
+        wall_ratio=math.exp(statistics.fmean(math.log(one.wall_seconds / other.wall_seconds) for one, other in pairs)),
         num_reached=sum(mine is not None for mine, _ in times),
         num_baseline_reached=sum(theirs is not None for _, theirs in times),
     )
@@ -258,19 +261,20 @@ def verdict(comparisons: Sequence[ArmComparison], target: float) -> str:
 def _time_sentence(one: ArmComparison, target: float) -> str:
     seeds = "1 seed" if one.num_seeds == 1 else f"{one.num_seeds} seeds"
     missed = [
-        f"{name} did not in {one.num_seeds - reached} of {seeds}"
+        f"{name} does not in {one.num_seeds - reached} of {seeds}"
         for name, reached in ((one.arm, one.num_reached), (one.baseline, one.num_baseline_reached))
         if reached < one.num_seeds
     ]
+    took = f"{one.arm}'s runs took {one.wall_ratio:.2f} x as long as {one.baseline}'s"
     if one.time_ratio is None:
-        return f"{one.arm} and {one.baseline} reach {target:.3f} together in no seed ({'; '.join(missed)})."
+        return f"In no seed do both {one.arm} and {one.baseline} reach {target:.3f} ({'; '.join(missed)}); {took}."
     interval = "" if one.time_ratio_interval95 is None else f", 95 % interval {one.time_ratio_interval95[0]:.2f} to {one.time_ratio_interval95[1]:.2f}"
-    counted = f"; of the seeds that reach it: {'; '.join(missed)}" if missed else ""
+    counted = f"; seeds that miss it left out: {'; '.join(missed)}; {took}" if missed else ""
     return f"{one.arm} reaches {target:.3f} in {one.time_ratio:.2f} x the time of {one.baseline} ({seeds}{interval}{counted})."
 
 
 def _difference_sentence(one: ArmComparison) -> str:
-    difference = f"Its final evaluation differs by {one.final_difference:+.4f}"
+    difference = f"The final evaluation of {one.arm} differs by {one.final_difference:+.4f}"
     interval = one.difference_interval95
     if interval is None:
         return f"{difference}: not resolved, one seed has no interval; use --seeds 3 or more."
@@ -297,6 +301,7 @@ def as_json(
                 "difference_interval95": one.difference_interval95,
                 "time_ratio": one.time_ratio,
                 "time_ratio_interval95": one.time_ratio_interval95,
+                "wall_ratio": one.wall_ratio,
                 "num_reached": one.num_reached,
                 "num_baseline_reached": one.num_baseline_reached,
                 "resolved": one.resolved,

@@ -28,6 +28,7 @@ from headrace.report.comparison import (
     t_quantile_975,
     time_to_reward,
     verdict,
+    with_capacity,
 )
 
 
@@ -59,6 +60,10 @@ def test_reward_is_reached_when_the_mean_of_three_is_and_not_when_one_is() -> No
     assert time_to_reward(points, 0.7) == 30.0
     assert time_to_reward(points, 0.71) == 40.0
     assert time_to_reward(points, 0.95) is None
+
+
+def test_a_mean_at_the_target_has_reached_it() -> None:
+    assert time_to_reward(curve(0.5, 0.5, 0.5), 0.5) == 20.0
 
 
 def test_a_curve_that_falls_below_the_target_again_has_not_reached_it_before() -> None:
@@ -155,10 +160,10 @@ def test_seeds_that_miss_the_target_are_counted_in_the_verdict_not_hidden() -> N
     one = compare_arm(arm, baseline, 0.8)
     assert (one.num_reached, one.num_baseline_reached) == (1, 3)
     assert one.time_ratio == pytest.approx(0.25)
-    assert "async did not in 2 of 3 seeds" in verdict([one], 0.8)
+    assert "async does not in 2 of 3 seeds" in verdict([one], 0.8)
     never = compare_arm(arm[1:], baseline, 0.8)
     assert never.time_ratio is None
-    assert "in no seed (async did not in 2 of 2 seeds)" in verdict([never], 0.8)
+    assert "In no seed do both async and sync reach 0.800 (async does not in 2 of 2 seeds); async's runs took 1.00 x as long" in verdict([never], 0.8)
 
 
 def test_a_worse_arm_is_called_worse() -> None:
@@ -217,6 +222,10 @@ def test_occupancy_is_of_the_common_capacity() -> None:
     assert common.occupancy == pytest.approx((0.5 + 0.4) / 2)
     assert own.busy_fraction == common.busy_fraction
     assert lines[0]["devices"][0]["capacity"] == 8, "the log itself stays as it was"
+
+
+def test_a_learner_keeps_its_capacity_of_one() -> None:
+    assert [device["capacity"] for device in with_capacity(finished_run(), 16)[0]["devices"]] == [16, 1]
 
 
 def test_useful_tokens_are_the_trained_ones() -> None:

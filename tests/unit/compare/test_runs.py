@@ -62,6 +62,7 @@ class Runtime:
         for version in range(1, settings.run.num_updates + 1):
             if directory.name == self.fail_training and version == 3:
                 self.fail_training = None
+                log.emit(ev.RunFinished(status="failed", error=None, version=2, lineage=0))
                 raise HeadraceError("the sampler was lost")
             log.emit(updated(version))
             log.emit(ev.WeightsPublished(version=version, lineage=0, bytes=1, seconds=0.0))
