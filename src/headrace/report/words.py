@@ -140,4 +140,4 @@ def mean_of(values: Sequence[float | None]) -> float | None:
 
 def _with_interval(numbers: Mapping[str, Any]) -> str:
     low, high = numbers["interval95"]
-    return f"{numbers['mean']:.3f}" if high - low < 5e-4 else f"{numbers['mean']:.3f} (95 % interval {low:.3f} to {high:.3f})"
+    return f"{numbers['mean']:.3f}" if high - low < 5e-4 else f"{numbers['mean']:.3f} (95\u00a0% interval {low:.3f} to {high:.3f})"
