@@ -67,6 +67,7 @@ class RolloutWorkerCore:
         self._room_check: asyncio.TimerHandle | None = None
         self._reported_room = 0
         self._activity_seconds: float | None = None
+        self._was_at_work = False
 
     async def run(self) -> None:
         """Serves until `stop`. Ends every rollout and the user's processes before it returns, however it ends."""
@@ -110,6 +111,7 @@ class RolloutWorkerCore:
                 self._group.create_task(self._run_one(rollout))
         if self._rollouts and self._heartbeat is None:
             self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+        self._sampler.wake()  # what it waits for has changed
 
     async def next_report(self) -> WorkerReport:
         """Raises WorkerLostError when the worker has ended and everything it finished has been reported."""
@@ -168,6 +170,7 @@ class RolloutWorkerCore:
         self._changed.set()
         if not self._rollouts:
             self._idle.set()
+            self._sampler.wake()  # it waits for admission from now on, no longer for this environment
 
     async def _acknowledge(self) -> None:
         """A report follows as soon as announced weights are in use."""
@@ -179,9 +182,10 @@ class RolloutWorkerCore:
             self._changed.set()
 
     def _beat(self) -> None:
+        """They end when an activity was reported with nothing in flight: from then on silence means that there is nothing to do."""
         self._heartbeat = None
-        if self._rollouts:
-            self._changed.set()
+        self._changed.set()
+        if self._rollouts or self._was_at_work:
             self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
 
     def _expect_room(self) -> None:
@@ -223,6 +227,7 @@ class RolloutWorkerCore:
         if self._activity_seconds is None or (time - self._activity_seconds < ACTIVITY_SECONDS and not self._ended.is_set()):
             return False
         self._activity_seconds = time
+        self._was_at_work = bool(self._rollouts)
         return True
 
     def _waiting_for(self) -> str:

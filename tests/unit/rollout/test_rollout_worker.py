@@ -66,6 +66,26 @@ def test_an_idle_worker_sends_nothing() -> None:
     run_virtual(main())
 
 
+def test_sampler_waits_for_admission_once_its_last_rollout_has_ended_and_a_last_report_says_so() -> None:
+    """Not for the environment that it waited for before. 0.5 s of decode, 3 s in the environment, then nothing to do."""
+
+    async def main() -> None:
+        async with running(scripted_worker(ScriptedSampler(seconds_per_token=0.5, action_tokens=lambda request: 1))) as worker:
+            await worker.start(requests(1, answers=1, wait_seconds=3.2))
+            idle: dict[str, float] = {}
+            last: WorkerReport | None = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(100.0):
+                    while True:
+                        last = await worker.next_report()
+                        for reason, seconds in last.activity.idle_seconds.items() if last.activity else ():
+                            idle[reason] = idle.get(reason, 0.0) + seconds
+            assert last is not None and (last.in_flight, last.activity is None) == (0, False)
+            assert idle == pytest.approx({"environment": 3.2, "admission": pytest.approx(0.8, abs=0.5)})  # up to the last heartbeat
+
+    run_virtual(main())
+
+
 def test_an_idle_worker_reports_when_its_host_asks_for_a_sign_of_life() -> None:
     """While the learner takes minutes over a batch nothing runs here, and nobody may take that for death."""
 
