@@ -30,11 +30,18 @@ def run_started(devices: list[dict[str, Any]], *, placement: str = "split", mode
 
 
 def active(
-    role: str, seconds: float, *, running: Mapping[int, float], prefill: float = 0.0, idle: Mapping[str, float] | None = None, tokens: int = 0
+    role: str,
+    seconds: float,
+    *,
+    running: Mapping[int, float],
+    prefill: float = 0.0,
+    idle: Mapping[str, float] | None = None,
+    tokens: int = 0,
+    in_flight: int = 1,
 ) -> ev.WorkerActive:
     return ev.WorkerActive(
         role=role,
-        in_flight=0,
+        in_flight=in_flight,
         activity=WorkerActivity(
             seconds=seconds, busy_seconds=sum(running.values()) + prefill, running_seconds=running, idle_seconds=idle or {}, decode_steps=1,
             prefill_tokens=0, sampled_tokens=tokens, apply_seconds=0.0, applied_updates=0,

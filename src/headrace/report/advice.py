@@ -16,22 +16,27 @@ _MANY_FAILED = 0.05
 
 
 def advice(
-    summary: Mapping[str, Any], utilization: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, newest: Mapping[str, Any] | None = None
+    summary: Mapping[str, Any],
+    utilization: Mapping[str, Any],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    newest: Mapping[str, Any] | None = None,
+    pool: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Most important first. `utilization` is that of the stretch to judge; `newest` the statistics of the last update.
+    """Most important first. `utilization` is that of the stretch to judge; `newest` the statistics of the last update, `pool` its levels.
 
     `settings` as in config.toml: with them the advice names values.
     """
     rows, settings = utilization["devices"], settings or {}
     found: list[str] = []
     if rows and rows[0]["allocated_seconds"] >= _MIN_SECONDS:
-        found += [text for text in (_bottleneck(summary, rows, settings), _tail(rows, settings)) if text]
+        found += [text for text in (_bottleneck(summary, rows, settings, pool), _tail(rows, settings)) if text]
     found += _learning(newest)
     found += _ledger(summary["ledger"])
     return found + _failures(summary)
 
 
-def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], pool: Mapping[str, Any] | None) -> str | None:
     """Who waits for whom, and which setting moves that."""
     samplers, learners = [row for row in rows if row["role"] == "sampler"], [row for row in rows if row["role"] == "learner"]
     if summary["mode"] == "sync" or not samplers or not learners:
@@ -48,11 +53,10 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
             return f"samplers idle {admission:.0%}: the learner is the bottleneck; try run.num_learner_ranks={len(learners) + 1} or fewer samplers"
         return f"samplers idle {admission:.0%}: admission lets no more rollouts start; try {_double(settings, 'pool', 'max_staleness')}"
     if environment > _IDLE:
-        if settings.get("sampler", {}).get("max_in_flight"):
-            remedy = _double(settings, "sampler", "max_in_flight")
-        else:
-            remedy = f"{_double(settings, 'pool', 'max_staleness')} or {_double(settings, 'pool', 'groups_per_batch')}"
-        return f"samplers idle {environment:.0%}: all rollouts wait for their environments; try {remedy} (more rollouts in flight)"
+        limit = settings.get("sampler", {}).get("max_in_flight")
+        bound_by_limit = limit and pool and pool["rollouts_in_flight"] > 0.8 * limit * len(samplers)
+        remedy = _double(settings, *(("sampler", "max_in_flight") if bound_by_limit else ("pool", "max_staleness")))
+        return f"samplers idle {environment:.0%}: all rollouts wait for their environments; more in flight would fill it: try {remedy}"
     if waits_for_batch > _IDLE:
         return f"learner idle {waits_for_batch:.0%}: samplers are the bottleneck; try {more}"
     return None

@@ -103,9 +103,11 @@ class _Device:
     sampler_idle: dict[str, float] = field(default_factory=dict)
     covered: float = 0.0
     """Timed seconds that the worker reported on."""
+    in_flight: int = 1
+    """Rollouts, by its last report: a worker without any has nothing to report."""
 
     def add_sampler_work(self, line: Line, windows: Windows) -> None:
-        activity = line["activity"]
+        activity, self.in_flight = line["activity"], line["in_flight"]
         seconds, idle = activity["seconds"], dict(activity["idle_seconds"])
         opened = windows.before_opening(line["time"], seconds)
         if opened > 0:
@@ -198,12 +200,16 @@ def _works_on(role: str, device: _Device) -> bool:
 
 
 def _completed(device: _Device, allocated: float) -> _Device:
-    """The last report before the window closes is missing: those seconds are taken to be like the others. A longer silence is idle."""
+    """The last report before the window closes is missing: those seconds are taken to be like the others.
+
+    A longer silence is idle, and so is any silence of a worker that had nothing in flight when it last spoke.
+    """
     missing = allocated - device.covered
     if device.covered <= 0 or missing <= 0:
         return device
-    if missing > _REPORT_GAP_SECONDS:
-        return replace(device, sampler_idle={**device.sampler_idle, _UNREPORTED: device.sampler_idle.get(_UNREPORTED, 0.0) + missing})
+    if missing > _REPORT_GAP_SECONDS or device.in_flight == 0:
+        reason = _UNREPORTED if device.in_flight else "admission"
+        return replace(device, sampler_idle={**device.sampler_idle, reason: device.sampler_idle.get(reason, 0.0) + missing})
     scale = allocated / device.covered
     return replace(
         device,

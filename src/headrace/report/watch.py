@@ -134,7 +134,7 @@ class WatchState:
         return utilization([self.summary.started, *self._recent], stretch)
 
     def warnings(self) -> list[str]:
-        found = advice(self.summary.result(), self.recent_utilization(), settings=self.settings, newest=self.statistics)
+        found = advice(self.summary.result(), self.recent_utilization(), settings=self.settings, newest=self.statistics, pool=self.pool)
         if self.refused:
             found.insert(0, f"the last update was refused: {self.refused}")
         if self.recording is not None and self.recording["lost"]:
@@ -296,12 +296,12 @@ def _notes(state: WatchState, summary: Mapping[str, Any]) -> list[RenderableType
 
 def _bar(fraction: float, columns: int) -> Text:
     full = round(max(0.0, min(1.0, fraction)) * columns)
-    return Text("█" * full, style="cyan") + Text("░" * (columns - full), style="dim")
+    return Text.assemble(("█" * full, "cyan"), ("░" * (columns - full), "dim"))
 
 
 def _curve(value: str, values: Sequence[float], columns: int, after: str = "") -> Text:
     room = columns - len(value) - len(after) - 2
-    return Text(f"{value}  ") + Text(sparkline(values, room), style="cyan") + Text(after)
+    return Text.assemble(f"{value}  ", (sparkline(values, room), "cyan"), after)
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
