@@ -15,6 +15,7 @@ import pytest
 from end_to_end.conftest import LETTERS, FinishedRun
 from headrace.config_loading import load_settings
 from headrace.errors import HeadraceError, WorkerLostError
+from headrace.events import read_events
 from headrace.runtime.local import evaluate_local, run_local
 
 RunLetters = Callable[..., FinishedRun]
@@ -128,6 +129,9 @@ def test_nothing_is_left_after_a_run_that_is_cancelled(model_cache: Path, tmp_pa
 
     asyncio.run(cut_after_updates())
     assert left_behind() == before
+    last = list(read_events(tmp_path / "cut" / "events.jsonl"))[-1]
+    assert (last["event"], last["status"]) == ("run_finished", "interrupted")
+    assert last["version"] >= 5
     checkpoints = sorted((tmp_path / "cut" / "checkpoints").iterdir())
     assert checkpoints
     from transformers import AutoModelForCausalLM
@@ -145,7 +149,7 @@ def test_a_killed_role_ends_the_run_with_its_name_and_nothing_left(model_cache: 
         if event["event"] == "updated" and event["version"] == 2:
             max(role_processes(), key=lambda process: process.create_time()).kill()
 
-    with pytest.raises(WorkerLostError, match="Process sampler-0 was ended by signal SIGKILL"):
+    with pytest.raises(WorkerLostError, match=r"Process (sampler|learner)-0 was ended by signal SIGKILL"):
         asyncio.run(run_local(settings, tmp_path / "killed", subscribers=[kill_one], evaluate=False))
     assert left_behind() == before
 

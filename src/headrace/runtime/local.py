@@ -203,9 +203,11 @@ async def run_local(
                 checkpoint_directory=record.directory.checkpoints,
                 recorder=record.store,
             )
-            async with watched(roles.processes):
-                await conductor.run()
-            record.final_version = conductor.learner.version
+            try:
+                async with watched(roles.processes):
+                    await conductor.run()
+            finally:
+                record.final_version = conductor.learner.version
             return RunOutcome(run_directory=run_directory, checkpoint=conductor.last_checkpoint, startup_seconds=startup_seconds)
 
 

@@ -28,7 +28,7 @@ class RunRecord:
     store: TrajectoryStore
     has_begun: bool = False
     final_version: PolicyVersion = _NONE
-    """Reached by a run that is done."""
+    """Reached when the run ended, however it ended."""
 
     def begin(self, event: ev.RunStarted) -> None:
         self.log.emit(event)
