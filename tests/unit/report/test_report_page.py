@@ -141,11 +141,13 @@ def test_where_the_time_went_adds_up_to_what_was_allocated(page: _Reader) -> Non
         assert value in rows.partition(words)[2][:60], words
 
 
-def test_examples_show_decoded_text_versions_and_key_steps(page: _Reader) -> None:
+def test_examples_show_decoded_text_versions_and_key_steps(page: _Reader, hostile: Path) -> None:
     examples = page.text.partition("Example trajectories")[2]
     assert "seen alpha</pre><b>seen betagamma</pre><b>" in examples
     spans = [attributes for name, attributes in page.tags if name == "span" and "title" in attributes]
     assert {"version 1, step 1, key step", "version 0, step 0"} <= {attributes["title"] for attributes in spans}
+    action = '<b class="key"><span class="v0" title="version 0, step 1, key step">beta</span><span class="v1" title="version 1, step 1, key step">gamma&lt;/pre'
+    assert action in (hostile / "report.html").read_text(encoding="utf-8")
     assert sum(name == "b" and attributes.get("class") == "key" for name, attributes in page.tags) == len([1 for name, _ in page.tags if name == "article"])
 
 
@@ -252,7 +254,7 @@ def test_seeds_become_one_arm_with_a_band_and_other_settings_another(tmp_path: P
     curve = next(figure for figure in reader.figures if figure["layout"]["xaxis"]["title"]["text"] == "update")  # type: ignore[index]
     bands = [trace for trace in curve["data"] if trace.get("fillcolor") == "$blue-band"]  # type: ignore[attr-defined]
     assert len(bands) == 1
-    assert sorted(bands[0]["y"]) == pytest.approx([0.2, 0.2, 0.81, 0.83])
+    assert bands[0]["x"] == pytest.approx([0, 6, 6, 0]) and bands[0]["y"] == pytest.approx([0.2, 0.83, 0.81, 0.2])
     line = next(trace for trace in curve["data"] if trace.get("name", "").endswith("3 seeds"))  # type: ignore[attr-defined]
     assert line["y"] == pytest.approx([0.2, 0.82])
 
