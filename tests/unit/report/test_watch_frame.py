@@ -1,0 +1,257 @@
+"""The frames of headrace watch and the advice in them: made runs whose numbers are known, every phase, every width."""
+
+from __future__ import annotations
+
+import random
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fakes.made_events import active, evaluated, lines_of, run_started, statistics, taken, updated, window
+from fakes.rollouts import scripted_task
+from fakes.runs import ScriptedRun, run_settings
+from headrace import events as ev
+from headrace.clock import run_virtual
+from headrace.report.advice import advice
+from headrace.report.summary import summarize
+from headrace.report.watch import RECENT_SECONDS, Curve, WatchState, frame, sparkline
+
+SPLIT = [
+    {"name": "sampler-0", "role": "sampler", "capacity": 8, "saturated_tokens_per_second": 5000.0},
+    {"name": "learner-0", "role": "learner", "capacity": 1},
+]
+
+
+def picture(lines: list[dict[str, Any]], **options: Any) -> str:
+    width = options.pop("width", 80)
+    state = WatchState(options.pop("settings", None))
+    for line in lines:
+        state.add(line)
+    stream = StringIO()
+    Console(file=stream, width=width).print(frame(state, name="door-1", width=width, **options))
+    return stream.getvalue()
+
+
+def levels(**changes: Any) -> ev.PoolLevels:
+    values: dict[str, Any] = {
+        "max_groups": 20, "outstanding_groups": 12, "waiting_groups": 7, "ready_groups": 3, "taken_groups": 2, "rollouts_in_flight": 64,
+        "pooled_trajectories": 30, "pooled_tokens": 900, "staleness_mean": 1.5, "staleness_max": 4, "delivered_per_second": 9.0,
+        "retired_per_second": 8.0, "waits": [("learner waits for a batch: 3 of 8 groups ready", 4.0)],
+    }  # fmt: skip
+    return ev.PoolLevels(**{**values, **changes})
+
+
+def going_run(*, samplers: str = "busy", updates: int = 4) -> list[dict[str, Any]]:
+    """10 s an update; the learner works 2 s of them and waits 8 s for the batch."""
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT, num_updates=10)), (2.0, evaluated(0, 0.2)), (5.0, window("start"))]
+    reason = {"busy": {}, "environment": {"environment": 6.0}, "admission": {"admission": 6.0}}[samplers]
+    for version in range(1, updates + 1):
+        end = 5.0 + 10.0 * version
+        timed += [
+            (end - 2.0, taken(version, 8.0)),
+            (end, updated(version, seconds=2.0, busy=2.0, reward=version / 10, numbers=statistics({1: 30, 3: 10}, key_mean=1.0, key_max=2))),
+            (end, active("sampler-0", 10.0, running={8: 10.0 - sum(reason.values())}, idle=reason, tokens=1000)),
+            (end, levels()),
+        ]
+    return lines_of(timed)
+
+
+def run_finished(status: str, *, error: dict[str, Any] | None = None, time: float = 45.0) -> dict[str, Any]:
+    return {**lines_of([(0.0, ev.RunFinished(status=status, error=error, version=4, lineage=0))])[0], "time": time}
+
+
+def test_frame_shows_progress_pace_curves_staleness_devices_and_waits() -> None:
+    text = picture(going_run())
+    for shown in (
+        "door-1  door async split seed 3",
+        "running · 40 s",
+        "4/10 updates, 1 min 00 s to go",
+        "0.400  ▁▃▆█",
+        "0.200",
+        "mean 1.50, max 3 updates; key steps 1.00, max 2",
+        "100 sampled, 4 trained; full samplers make 5,000",
+        "sampler-0",
+        "100%  100%",
+        "batch 80%",
+        "learner waits for a batch: 3 of 8 groups ready (4 s)",
+        "12 of 20 groups out: 7 waiting, 3 ready, 2 with the learner",
+    ):
+        assert shown in text, shown
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    run = ScriptedRun(
+        settings=run_settings(num_updates=12, num_samplers=3),
+        tasks=[scripted_task("a task with a rather long name " * 4, answers=3, wait_seconds=4.0, reward=1.0), scripted_task("broken", fail_at=0)],
+    )
+    run_virtual(run.run())
+    devices = [{"name": f"sampler-{index}", "role": "sampler", "capacity": 8} for index in range(3)]
+    lines = [*lines_of([(0.0, run_started(devices))]), *run.log.lines]
+    for end in (1, 5, len(lines) // 2, len(lines)):
+        text = picture(lines[:end], width=width)
+        assert max(len(line) for line in text.splitlines()) <= width
+        assert "a task with" in text or end < len(lines) // 2
+
+
+def test_any_beginning_of_a_run_has_a_frame() -> None:
+    lines = [*going_run(), run_finished("done")]
+    for end in range(len(lines) + 1):
+        assert picture(lines[:end]).startswith("door-1")
+
+
+def test_run_without_events_is_said_to_be_starting() -> None:
+    assert "starting: the roles are not up yet" in picture([])
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
+def test_finished_run_says_how_it_ended_and_shows_no_wait(status: str) -> None:
+    error = {"kind": "NoProgressError", "message": "64 rollouts in a row failed", "remedy": "Mend it."} if status == "failed" else None
+    lines = [*going_run(), run_finished(status, error=error)]
+    text = picture(lines, silent_seconds=1e6)
+    assert f"{status} · 40 s" in text
+    assert "waits" not in text
+    assert "to go" not in text
+    assert ("NoProgressError: 64 rollouts in a row failed Mend it." in text) is (status == "failed")
+
+
+def test_run_that_is_silent_and_has_not_ended_may_have_been_killed() -> None:
+    assert "no event for 45 s" in picture(going_run(), silent_seconds=45.0)
+    assert "no event" not in picture(going_run(), silent_seconds=5.0)
+
+
+def test_devices_are_judged_by_the_last_minute_while_the_run_goes_and_by_all_of_it_afterwards() -> None:
+    """200 s idle for environments, then busy: the stretch of the last minute is what matters now."""
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start"))]
+    timed += [(float(second), active("sampler-0", 1.0, running={}, idle={"environment": 1.0})) for second in range(1, 201)]
+    timed += [(float(second), active("sampler-0", 1.0, running={8: 1.0})) for second in range(201, 201 + int(RECENT_SECONDS))]
+    state = WatchState()
+    for line in lines_of(timed):
+        state.add(line)
+    assert state.recent_utilization()["devices"][0]["busy_fraction"] == pytest.approx(1.0, abs=0.02)
+    assert state.summary.result()["utilization"]["devices"][0]["busy_fraction"] == pytest.approx(0.23, abs=0.01)
+    state.add(run_finished("done", time=261.0))
+    assert state.recent_utilization() == state.summary.result()["utilization"]
+
+
+def test_memory_of_the_state_does_not_grow_with_the_run() -> None:
+    """I15 for watchers: an hour of events each second."""
+    state = WatchState()
+    for line in lines_of([(0.0, run_started(SPLIT, num_updates=10_000)), (0.0, window("start"))]):
+        state.add(line)
+    line = lines_of([(0.0, active("sampler-0", 1.0, running={8: 1.0})), (0.0, updated(1, numbers=statistics({0: 1})))])
+    for second in range(1, 3600):
+        state.add({**line[0], "time": float(second)})
+        state.add({**line[1], "time": float(second), "version": second})
+    assert len(state._recent) <= 2 * (RECENT_SECONDS + 1)
+    assert len(state.rewards.values) <= 512
+    assert state.seconds_to_finish() == pytest.approx(10_000 - 3599)
+
+
+def test_slowest_rollouts_are_shown_with_what_they_wait_for() -> None:
+    work = active("sampler-0", 1.0, running={8: 1.0})
+    slow = ev.WorkerActive(
+        role="sampler-0", in_flight=3, activity=work.activity, longest_wait="group 4 member 1, step 2 of task find: waits 41 s for environment"
+    )
+    text = picture(lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), (1.0, slow)]), width=120)
+    assert "slowest     sampler-0: group 4 member 1, step 2 of task find: waits 41 s for environment" in text
+
+
+@pytest.mark.parametrize(
+    ("samplers", "settings", "words"),
+    [
+        ("busy", {}, "learner idle 80%: samplers are the bottleneck; try run.num_samplers=2"),
+        (
+            "environment",
+            {"pool": {"max_staleness": 8}},
+            "all rollouts wait for their environments; more in flight would fill it: try pool.max_staleness=16 (now 8)",
+        ),
+        ("environment", {"sampler": {"max_in_flight": 64}}, "try sampler.max_in_flight=128 (now 64)"),
+        ("environment", {}, "try a higher pool.max_staleness"),
+        ("admission", {"pool": {"max_staleness": 0}}, "admission lets no more rollouts start; try pool.max_staleness=1 (now 0)"),
+    ],
+)
+def test_warning_names_the_bottleneck_and_the_setting_that_moves_it(samplers: str, settings: dict[str, Any], words: str) -> None:
+    text = " ".join(picture(going_run(samplers=samplers), settings=settings, width=200).split())
+    assert words in text
+
+
+def test_learner_that_is_the_bottleneck_is_named() -> None:
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start"))]
+    timed += [(10.0, updated(1, seconds=10.0, busy=9.5)), (10.0, active("sampler-0", 10.0, running={8: 4.0}, idle={"admission": 6.0}))]
+    assert "samplers idle 60%: the learner is the bottleneck; try run.num_learner_ranks=2" in picture(lines_of(timed), width=200)
+
+
+def test_synchronous_run_that_waits_in_turn_is_told_of_async() -> None:
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT, mode="sync")), (0.0, window("start"))]
+    timed += [(10.0, updated(1, seconds=5.0, busy=5.0)), (10.0, active("sampler-0", 10.0, running={4: 5.0}, idle={"admission": 5.0}))]
+    assert "try run.mode=async" in picture(lines_of(timed), width=200)
+
+
+def test_few_sequences_at_once_are_told_apart_from_idleness() -> None:
+    timed: list[tuple[float, Any]] = [
+        (0.0, run_started(SPLIT)),
+        (0.0, window("start")),
+        (10.0, active("sampler-0", 10.0, running={1: 9.5}, idle={"gather": 0.5})),
+    ]
+    text = picture(lines_of(timed), settings={"pool": {"max_staleness": 4}}, width=200)
+    assert "sampler-0 is busy 95% and filled 12%: few sequences run at once; try pool.max_staleness=8 (now 4)" in text
+
+
+def test_run_without_a_fault_gets_no_advice() -> None:
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start"))]
+    timed += [
+        (10.0, taken(1, 1.0)),
+        (10.0, updated(1, seconds=9.0, busy=8.8, numbers=statistics({0: 9}))),
+        (10.0, active("sampler-0", 10.0, running={8: 9.5}, idle={"gather": 0.5})),
+    ]
+    assert "!" not in picture(lines_of(timed))
+
+
+def test_stale_filtered_and_failed_shares_are_warned_of() -> None:
+    ledger = {
+        "closes": True,
+        "tokens": {"generated": 1000, "skipped": {"stale": 80}, "expired": 20},
+        "trajectories": {"generated": 100, "filtered": 60, "trained": 40},
+    }
+    failed = ev.RolloutFailed(role="sampler-0", group=1, member=0, attempt=1, task_id="find", reason="environment_error", error="KeyError: 'x'", retried=False)
+    lines = lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), (1.0, failed), (2.0, ev.LedgerClosed(ledger=ledger))])
+    found = " | ".join(advice(summarize(lines), summarize(lines)["utilization"]))
+    assert "10% of the tokens were too stale" in found
+    assert "60% of the trajectories were in groups of equal rewards" in found
+    assert "1 rollouts failed, most of them of task find: environment_error: KeyError: 'x'" in found
+
+
+def test_data_far_from_the_policy_and_refused_updates_are_warned_of() -> None:
+    refused = ev.Updated(
+        role="learner", selection=1, version=0, lineage=0, reward_mean=0.5, seconds=1.0, busy_seconds=1.0, refused="gradient is not finite", statistics=None
+    )
+    lines = lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), (1.0, refused)])
+    assert "the last update was refused: gradient is not finite" in picture(lines)
+    numbers = {**lines_of([(0.0, updated(1, numbers=statistics({0: 4})))])[0]["statistics"], "effective_sample_size": 0.3}
+    found = advice(summarize(lines), summarize(lines)["utilization"], newest=numbers)
+    assert found == ["effective sample size 0.30: the data is far from the policy; try a lower learner.learning_rate or pool.max_staleness"]
+
+
+def test_trajectories_that_could_not_be_recorded_are_warned_of() -> None:
+    recorded = ev.TrajectoriesRecorded(trajectories=10, files=1, lost=7, failure="OSError: [Errno 28] No space left on device")
+    text = picture(lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), (1.0, recorded)]), width=120)
+    assert "7 trajectories were not recorded: OSError: [Errno 28] No space left on device" in text
+
+
+def test_curve_in_bounded_memory_keeps_its_shape() -> None:
+    curve = Curve()
+    draw = random.Random(0)
+    for index in range(20_000):
+        curve.add(index / 20_000 + draw.uniform(-0.01, 0.01))
+    assert 256 <= len(curve.values) <= 512
+    assert curve.values[0] == pytest.approx(0.0, abs=0.02)
+    assert curve.values[len(curve.values) // 2] == pytest.approx(0.5, abs=0.05)
+    assert sparkline(curve.values, 8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize(("values", "columns", "drawn"), [([], 5, ""), ([1.0], 5, "▄"), ([2.0, 2.0], 5, "▄▄"), ([0.0, 1.0], 1, "▄"), ([0.0, 7.0], 2, "▁█")])
+def test_sparkline_of_few_values(values: list[float], columns: int, drawn: str) -> None:
+    assert sparkline(values, columns) == drawn
