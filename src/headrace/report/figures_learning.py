@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -13,6 +13,7 @@ from headrace.report.markup import Chart, plotly_text
 from headrace.report.record import Line, RunRecord
 
 _MAX_POINTS = 1500
+_MAX_MARKERS = 100
 _MAX_HEAT_COLUMNS = 240
 _MAX_HEAT_ROWS = 40
 _HEAT = [[0.0, "$heat-0"], [0.001, "$heat-1"], [0.25, "$heat-2"], [0.5, "$heat-3"], [0.75, "$heat-4"], [1.0, "$heat-5"]]
@@ -177,7 +178,7 @@ def ratio_figures(run: RunRecord) -> list[Chart]:
     lines = [line for line in run.surviving("updated") if line["statistics"] is not None]
     if not lines:
         return []
-    charts = [_ratio_chart(lines), _small(_series(lines, "ratio_max"), "Largest ratio", "Learner over sampler, of one token of the update.", {})]
+    charts = [_ratio_chart(lines), _small(_series(lines, "ratio_max"), "Largest ratio", "Learner over sampler, of one token of the update.", {}, max)]
     charts += [_small(_series(lines, key), title, caption, axis) for key, title, caption, axis in _STATISTICS]
     if any(line["statistics"].get("masked_fraction") for line in lines):
         charts.append(_small(_series(lines, "masked_fraction"), "Masked fraction", "Tokens that the correction took out.", {"tickformat": ".0%"}))
@@ -203,10 +204,10 @@ def _ratio_chart(lines: Sequence[Line]) -> Chart | None:
     return Chart(title="Importance ratio", caption=caption, data=data, layout={"xaxis": _axis("update"), "showlegend": False}, height=210)
 
 
-def _small(points: Points, title: str, caption: str, axis: Mapping[str, Any]) -> Chart | None:
+def _small(points: Points, title: str, caption: str, axis: Mapping[str, Any], of: Callable[[Iterable[float]], float] = fmean) -> Chart | None:
     if not points:
         return None
-    data = [_trace(thinned(points), mode="lines", name=title, line={"color": "$blue", "width": 1.6})]
+    data = [_trace(thinned(points, of), mode="lines", name=title, line={"color": "$blue", "width": 1.6})]
     return Chart(title=title, caption=caption, data=data, layout={"xaxis": _axis("update"), "yaxis": dict(axis), "showlegend": False}, height=210)
 
 
@@ -259,12 +260,12 @@ def rolling_mean(points: Points, window: int) -> list[tuple[float, float]]:
     return [(x, fmean(y for _, y in points[max(0, index - half) : index + half + 1])) for index, (x, _) in enumerate(points)]
 
 
-def thinned(points: Points) -> list[tuple[float, float]]:
-    """At most about 1,500 points: means of neighbours."""
+def thinned(points: Points, of: Callable[[Iterable[float]], float] = fmean) -> list[tuple[float, float]]:
+    """At most about 1,500 points: means of neighbours, or what else `of` makes of them."""
     chunk = math.ceil(len(points) / _MAX_POINTS)
     if chunk <= 1:
         return list(points)
-    return [(part[len(part) // 2][0], fmean(y for _, y in part)) for start in range(0, len(points), chunk) if (part := points[start : start + chunk])]
+    return [(part[len(part) // 2][0], of(y for _, y in part)) for start in range(0, len(points), chunk) if (part := points[start : start + chunk])]
 
 
 def _evaluations(run: RunRecord, *, by_seconds: bool) -> list[tuple[float, Line]]:
@@ -298,7 +299,7 @@ def _band(xs: Sequence[float], low: Sequence[float], high: Sequence[float], colo
 def _line(points: Points, arm: Arm, *, markers: bool) -> dict[str, Any]:
     name = plotly_text(arm.label)
     style = {"line": {"color": f"${arm.color}", "width": 2.2}, "marker": {"size": 6, "color": f"${arm.color}"}}
-    return _trace(points, mode="lines+markers" if markers else "lines", name=name, legendgroup=name, **style)
+    return _trace(points, mode="lines+markers" if markers and len(points) <= _MAX_MARKERS else "lines", name=name, legendgroup=name, **style)
 
 
 def _trace(points: Points, **rest: Any) -> dict[str, Any]:

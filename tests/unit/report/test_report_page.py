@@ -14,6 +14,7 @@ import pytest
 from fakes.report_runs import HOSTILE, made_events, write_run, write_tokenizer, write_trajectories
 from headrace.cli.main import main
 from headrace.errors import ConfigError, RunDirectoryError
+from headrace.report.figures_learning import thinned
 from headrace.report.markup import Markup, data_json, escape, table, tag
 from headrace.report.page import write_report
 from headrace.report.record import load_run
@@ -310,3 +311,10 @@ def test_markup_escapes_whatever_is_not_markup() -> None:
 def test_columns_of_numbers_stand_right() -> None:
     text = table(["a", "b", "c"], [["x", "1,234 (5 %)", "–"], ["1", "<\u00a01\u00a0%", "–"]])
     assert text.count('<td class="number">') == 2
+
+
+def test_long_series_are_thinned_and_a_maximum_survives_it() -> None:
+    points = [(float(x), 5.0 if x == 7777 else 1.0) for x in range(10_000)]
+    assert len(thinned(points)) <= 1500 and len(thinned(points, max)) <= 1500
+    assert max(y for _, y in thinned(points, max)) == 5.0 > max(y for _, y in thinned(points))
+    assert thinned(points[:1500]) == points[:1500]
