@@ -109,7 +109,8 @@ def _write_report(plan: Plan, measured: Mapping[str, Sequence[MeasuredRun]], res
     runs = [run for arm in measured.values() for run in arm]
     directories, names = [Path(run.run_dir) for run in runs], [run.arm for run in runs]
     out = plan.directory / "report.html"
-    return str(write_report(directories, out, arm_names=names, verdict=result["verdict"], capacity=result["capacity"]).path)
+    shown = {key: result[key] for key in ("verdict", "capacity")}
+    return str(write_report(directories, out, arm_names=names, target=result["target_reward"], **shown).path)
 
 
 def _arm_settings(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -109,7 +109,7 @@ def measure_run(lines: Sequence[Line], *, arm: str, seed: int, run_dir: str, cap
     summary = summarize(with_capacity(lines, capacity))
     curve = evaluation_curve(lines)
     means = {point.version: point.mean for point in curve}
-    ledger, wall, use = summary["ledger"], summary["wall_seconds"], summary["utilization"]
+    use = summary["utilization"]
     start, end = _window(lines)
     return MeasuredRun(
         arm=arm,
@@ -118,12 +118,12 @@ def measure_run(lines: Sequence[Line], *, arm: str, seed: int, run_dir: str, cap
         curve=curve,
         repeat_differences=tuple(mean - means[version] for version, mean in sorted((repeats or {}).items()) if version in means),
         num_updates=summary["num_updates"],
-        wall_seconds=wall,
+        wall_seconds=summary["wall_seconds"],
         checkpoint_seconds=sum(line["seconds"] for line in lines if line["event"] == "checkpoint_saved" and start <= line["time"] <= end),
         occupancy=use["occupancy"],
         attainable_occupancy=use["attainable_occupancy"],
         busy_fraction=use["busy_fraction"],
-        useful_tokens_per_second=ledger["tokens"]["trained"] / wall if ledger and wall > 0 else None,
+        useful_tokens_per_second=summary["useful_tokens_per_second"],
         staleness_mean=summary["staleness"]["mean"],
         staleness_max=summary["staleness"]["max"],
     )

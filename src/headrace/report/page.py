@@ -36,11 +36,18 @@ class ReportFile:
 
 
 def write_report(
-    directories: Sequence[Path], out: Path, *, arm_names: Sequence[str] | None = None, verdict: str | None = None, capacity: int | None = None
+    directories: Sequence[Path],
+    out: Path,
+    *,
+    arm_names: Sequence[str] | None = None,
+    verdict: str | None = None,
+    capacity: int | None = None,
+    target: float | None = None,
 ) -> ReportFile:
     """`arm_names`: one for each directory; runs of one name are seeds of one arm. Default: runs with equal settings but for the seed.
     `capacity`: of every sampling device, so that occupancies can be held against each other (DESIGN section 2). Default: what each run
-    measured, and the median of that for several runs of one recipe.
+    measured, and the median of that for several runs of one recipe. `target`: evaluation that arms are timed to; default: a little under
+    the final one of the first synchronous arm, else of the lowest.
 
     Raises ConfigError when a directory is no run, RunDirectoryError when `out` cannot be written.
     """
@@ -48,7 +55,7 @@ def write_report(
     capacity = _common_capacity(runs) if capacity is None else capacity
     if capacity is not None:
         runs = [run.with_capacity(capacity) for run in runs]
-    text = page(runs, arms_of(runs, arm_names), verdict=verdict)
+    text = page(runs, arms_of(runs, arm_names), verdict=verdict, target=target)
     data = text.encode("utf-8")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +82,10 @@ def arms_of(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> li
     return [Arm(name=labels[key], runs=group, color=ARM_COLORS[index % len(ARM_COLORS)]) for index, (key, group) in enumerate(groups.items())]
 
 
-def page(runs: Sequence[RunRecord], arms: Sequence[Arm], *, verdict: str | None = None) -> str:
+def page(runs: Sequence[RunRecord], arms: Sequence[Arm], *, verdict: str | None = None, target: float | None = None) -> str:
     recipes = dict.fromkeys(str(run.summary["recipe"] or run.name) for run in runs)
     title = ", ".join(recipes)
-    body = _single(runs[0], arms, verdict) if len(runs) == 1 else _several(runs, arms, verdict)
+    body = _single(runs[0], arms, verdict) if len(runs) == 1 else _several(runs, arms, verdict, target)
     header = tag("header", tag("p", "Headrace report", class_="brand"), tag("h1", title))
     columns = [(arm.name if len(arms) > 1 else "value", arm.runs[0]) for arm in arms]
     main = tag("main", header, body, settings_section(columns), _footer(runs))
@@ -102,7 +109,7 @@ def _single(run: RunRecord, arms: Sequence[Arm], verdict: str | None) -> Markup:
     )
 
 
-def _several(runs: Sequence[RunRecord], arms: Sequence[Arm], verdict: str | None) -> Markup:
+def _several(runs: Sequence[RunRecord], arms: Sequence[Arm], verdict: str | None, target: float | None) -> Markup:
     details = []
     for index, (arm, run) in enumerate([(each, run) for each in arms for run in each.runs]):
         title = f"{arm.name}, seed {run.summary['seed']}"
@@ -115,7 +122,7 @@ def _several(runs: Sequence[RunRecord], arms: Sequence[Arm], verdict: str | None
         [
             tag("div", tag("p", verdict) if verdict else None, *_overview(runs, arms), class_="summary"),
             *(_problem(run) for run in runs),
-            section("The arms", _arm_table(arms)),
+            section("The arms", _arm_table(arms, target)),
             _curves(runs, arms),
             tag("h2", "Run by run"),
             *details,
@@ -142,10 +149,10 @@ def _overview(runs: Sequence[RunRecord], arms: Sequence[Arm]) -> list[Markup]:
     return [tag("p", f"{count}, means over their seeds:"), tag("ul", *parts)]
 
 
-def _arm_table(arms: Sequence[Arm]) -> Markup:
+def _arm_table(arms: Sequence[Arm], given_target: float | None) -> Markup:
     """Means over an arm's seeds."""
     finals = [mean_of([final_of(run) for run in arm.runs]) for arm in arms]
-    target = _target(arms, finals)
+    target = _target(arms, finals) if given_target is None else given_target
     rows = []
     for arm, final in zip(arms, finals, strict=True):
         summaries = [run.summary for run in arm.runs]
@@ -168,8 +175,8 @@ def _arm_table(arms: Sequence[Arm]) -> Markup:
     capacities = sorted({capacity for arm in arms for run in arm.runs for capacity in measured_capacity(run.lines)})
     note = (
         f"Means over the seeds. Occupancy: of capacity {' or '.join(map(str, capacities))}. Final: mean of the last 3 evaluations, in brackets the lowest and "
-        f"highest seed. {reach[0].upper()}{reach[1:]}: seconds of training from which on the mean of 3 evaluations stays there ({TARGET_BELOW_FINAL} under the "
-        "final of the first synchronous arm, else of the lowest). "
+        f"highest seed. {reach[0].upper()}{reach[1:]}: seconds of training from which on the mean of 3 evaluations stays there"
+        + (f" ({TARGET_BELOW_FINAL} under the final of the first synchronous arm, else of the lowest). " if given_target is None else ". ")
     )
     return join([table(header, rows), tag("p", note, "Whether a difference is resolved is what ", tag("code", "headrace compare"), " says.", class_="note")])
 

@@ -74,12 +74,12 @@ class RunSummary:
         }
 
     def _add_evaluation(self, line: Line) -> None:
-        """`before` is of the version that training started from, `after` the newest one made after training began."""
+        """`before` is of the version that training started from, whenever it was made; `after` the newest one of a later version."""
         numbers = {key: line[key] for key in ("version", "mean", "interval95", "num_rollouts", "metrics")}
-        if "timed_window" in self._newest:
+        if "timed_window" not in self._newest or line["version"] == 0:
+            self._evaluation["before"] = self._evaluation["before"] or numbers
+        else:
             self._evaluation["after"] = numbers
-        elif self._evaluation["before"] is None:
-            self._evaluation["before"] = numbers
 
     def _add_failure(self, line: Line) -> None:
         """Tasks whose rollouts failed for good: {task, reason, rollouts, error}, with the newest error of each."""

@@ -30,6 +30,7 @@ from headrace.report.comparison import (
     verdict,
     with_capacity,
 )
+from headrace.report.summary import summarize
 
 
 def curve(*means: float, seconds: Sequence[float] | None = None) -> tuple[CurvePoint, ...]:
@@ -184,7 +185,7 @@ def test_target_is_a_hundredth_below_the_baseline() -> None:
 def finished_run() -> list[dict[str, Any]]:
     """Window 10 to 20: sampler runs 8 sequences for 10 s, learner busy 4 s; evaluated afterwards, in another order."""
     devices = [{"name": "sampler-0", "role": "sampler", "capacity": 8}, {"name": "learner-0", "role": "learner", "capacity": 1}]
-    ledger = {"at_update": 2, "lineage": 0, "closes": True, "tokens": {"generated": 900, "trained": 500}}
+    ledger = {"at_update": 2, "lineage": 0, "closes": True, "tokens": {"generated": 900, "trained": 400}}
     published = [(at, ev.WeightsPublished(version=version, lineage=0, bytes=1, seconds=0.0)) for version, at in ((0, 9.0), (1, 14.0), (2, 19.5))]
     numbers = update_statistics({0: 100, 2: 100})
     return lines_of(
@@ -209,6 +210,11 @@ def test_evaluations_made_afterwards_stand_at_the_time_their_weights_were_publis
     assert points[0].half_width == pytest.approx(0.1)
 
 
+def test_a_summary_knows_the_start_from_the_end_also_when_both_were_evaluated_afterwards() -> None:
+    found = summarize(finished_run())["evaluation"]
+    assert (found["before"]["mean"], found["after"]["version"]) == (0.2, 1)
+
+
 def test_only_checkpoints_written_inside_the_window_count_as_its_time() -> None:
     assert measure_run(finished_run(), arm="a", seed=0, run_dir="d", capacity=None).checkpoint_seconds == pytest.approx(0.5)
 
@@ -230,7 +236,7 @@ def test_a_learner_keeps_its_capacity_of_one() -> None:
 
 def test_useful_tokens_are_the_trained_ones() -> None:
     run = measure_run(finished_run(), arm="a", seed=0, run_dir="d", capacity=None)
-    assert run.useful_tokens_per_second == pytest.approx(500 / 10)
+    assert run.useful_tokens_per_second == pytest.approx(2 * 200 / 10)
     assert (run.staleness_mean, run.staleness_max) == (1.0, 2)
 
 
