@@ -140,6 +140,8 @@ def test_report_of_a_real_run_is_drawn(run_letters: Callable[..., FinishedRun], 
     assert page.complaints() == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert "3 of 3 updates" in page.evaluate("document.querySelector('.summary').textContent")
+    assert page.evaluate("document.querySelectorAll('.example pre .v0').length") > 0  # from the trajectories that the run recorded
+    assert "token ids" not in page.evaluate("document.body.textContent")
 
 
 def _line_colour(page: Page) -> str:
