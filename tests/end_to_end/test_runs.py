@@ -68,11 +68,14 @@ def test_an_asynchronous_run_trains_and_leaves_a_model_that_transformers_loads(r
         ["run.mode=sync", "run.placement=split"],
         ["run.mode=sync", "run.placement=colocated", "run.num_samplers=2", "run.num_learner_ranks=2"],
         ["run.mode=async", "pool.max_staleness=0"],
+        ["run.mode=sync", "rollout.temperature=0.6"],
+        ["run.mode=sync", "rollout.temperature=1.7"],
     ],
-    ids=["split", "colocated", "async at bound 0"],
+    ids=["split", "colocated", "async at bound 0", "cold", "hot"],
 )
 def test_on_policy_batches_have_ratio_one_in_the_real_system(run_letters: RunLetters, placement: list[str]) -> None:
-    """I3 and I4, end to end: what the sampler saw and drew is what the learner computes, to 1e-4 in the log-probability."""
+    """I3, I4 and case 12, end to end: what the sampler saw and drew is what the learner computes, to 1e-4 in the log-probability,
+    the temperature on both sides."""
     run = run_letters("run.num_updates=3", "learner.learning_rate=1e-3", *placement)
     statistics = [event["statistics"] for event in run.named("updated")]
     assert len(statistics) == 3
