@@ -13,6 +13,9 @@ from typing import Any
 from end_to_end.conftest import LETTERS
 from headrace.events import read_events
 
+SLOW = "task.options.wait_seconds=0.05"
+"""The run must last for some of the workers' activity reports, one a second."""
+
 
 def headrace(*arguments: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", "headrace.cli", *arguments, "--json"], capture_output=True, text=True, timeout=60, check=False)
@@ -23,7 +26,7 @@ def headrace(*arguments: str) -> dict[str, Any]:
 
 def test_run_is_watched_from_its_start_to_its_end_and_its_trajectories_are_browsed(model_cache: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    arguments = [sys.executable, "-m", "headrace.cli", "run", str(LETTERS), "--run-dir", str(directory), "run.num_updates=12"]
+    arguments = [sys.executable, "-m", "headrace.cli", "run", str(LETTERS), "--run-dir", str(directory), "run.num_updates=30", SLOW]
     run = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     seen: list[dict[str, Any]] = []
     try:
@@ -41,7 +44,7 @@ def test_run_is_watched_from_its_start_to_its_end_and_its_trajectories_are_brows
     assert states == sorted(states, key=["starting", "running", "done"].index)
     assert "starting" in states
     assert [each["num_updates"] for each in seen] == sorted(each["num_updates"] for each in seen)
-    assert (last["state"], last["num_updates"], last["ledger"]["closes"]) == ("done", 12, True)
+    assert (last["state"], last["num_updates"], last["ledger"]["closes"]) == ("done", 30, True)
     assert 0 < last["useful_tokens_per_second"] <= last["tokens_per_second"]
     assert last["saturated_tokens_per_second"] > 0
     for device in last["utilization"]["devices"]:
