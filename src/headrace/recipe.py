@@ -39,7 +39,8 @@ class RecipeCode:
         """The function or class that `MODULE:NAME` names, its options bound. Raises RecipeError naming file and name."""
         stem, _, name = reference.partition(":")
         if not name or stem != self.path.stem:
-            raise RecipeError(f"{self.path}: '{reference}' is not of the form '{self.path.stem}:NAME'.", remedy=f"Write '{self.path.stem}:{name or stem}'.")
+            meant = name or stem.removeprefix(f"{self.path.stem}.")  # task.reward
+            raise RecipeError(f"{self.path}: '{reference}' is not of the form '{self.path.stem}:NAME'.", remedy=f"Write '{self.path.stem}:{meant}'.")
         found = getattr(self._load(), name, None)
         if found is None or not callable(found):
             names = [each for each, value in vars(self._load()).items() if callable(value) and not each.startswith("_")]

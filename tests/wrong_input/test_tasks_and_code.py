@@ -40,6 +40,7 @@ ROWS = [
     Wrong(did="task.py imports what is not there", kind=KIND, task="import no_such_package\n", says=("task.py", "ModuleNotFoundError", "line 7", "Install what provides 'no_such_package'")),
     Wrong(did="task.py raises when imported", kind=KIND, task="value = {}['missing']\n", says=("task.py", "KeyError: 'missing'", "line 7")),
     Wrong(did="task.py calls exit when imported", kind=KIND, task="raise SystemExit(3)\n", says=("task.py", "SystemExit: 3", "line 7")),
+    Wrong(did="a dot for the colon", kind=KIND, overrides=("task.reward=task.reward",), says=("'task.reward' is not of the form", "Write 'task:reward'.")),
     Wrong(did="the reward is not there", kind=KIND, overrides=("task.reward=task:rewrad",), says=("no function or class 'rewrad'", "Did you mean 'task:reward'?")),
     Wrong(did="the reward is not a function", kind=KIND, task="number = 3\n", overrides=("task.reward=task:number",), says=("no function or class 'number'",)),
     Wrong(did="the reward names another module", kind=KIND, overrides=("task.reward=grader:reward",), says=("'grader:reward'", "Write 'task:reward'")),

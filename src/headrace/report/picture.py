@@ -119,9 +119,12 @@ def _bar(fraction: float) -> str:
 
 def _places(summary: Mapping[str, Any], run_directory: Path) -> str:
     lines = [f"run          {run_directory}"]
-    for name, what in (("config.toml", "every setting"), ("events.jsonl", "everything that happened")):
+    places = (("config.toml", "every setting"), ("events.jsonl", "everything that happened"), ("trajectories", "what was trained: headrace trajectories RUN"))
+    for name, what in places:
         if (run_directory / name).exists():
             lines.append(f"  {name:<12} {what}")
     if summary["checkpoint"]:
         lines.append(f"checkpoint   {summary['checkpoint']}  (a Hugging Face directory)")
+    if summary["num_updates"]:
+        lines.append(f"see it       headrace report {run_directory}")
     return "\n".join(lines)
