@@ -279,12 +279,13 @@ def _answer(desk: _Desk, kind: str, arguments: list[Any]) -> bytes:
 
 
 def _read_calls(end: socket.socket, inbox: queue.SimpleQueue[tuple[Any, ...]]) -> None:
-    with end.makefile("rb") as stream:
-        while True:
-            header = stream.read(_SIZE.size)
-            if len(header) < _SIZE.size:
-                _end_group()
-            inbox.put(pickle.loads(stream.read(_SIZE.unpack(header)[0])))
+    """However reading ends (closed, reset, cut in the middle of a message by a parent that was killed), the process ends with it."""
+    try:
+        with end.makefile("rb") as stream:
+            while len(header := stream.read(_SIZE.size)) == _SIZE.size:
+                inbox.put(pickle.loads(stream.read(_SIZE.unpack(header)[0])))
+    finally:
+        _end_group()
 
 
 def _end_group() -> None:
