@@ -80,7 +80,9 @@ def load_whole(checkpoint: Path) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # its thread, in this process, would look like one that the run left behind
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     AutoTokenizer.from_pretrained(checkpoint)
