@@ -29,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.config import Settings
 from headrace.learner.batch import MicroBatch, coefficients, deal_rows, micro_batches, unpack, weigh
 from headrace.learner.core import LearnerRank
-from headrace.types import EndReason, PolicyVersion, RolloutKey, SelectedMember, Selection, StepRecord, StopReason, Trajectory, VersionSpan
+from headrace.types import EndReason, PolicyVersion, RolloutKey, StepRecord, StopReason, Trajectory, VersionSpan
+from headrace.updates import SelectedMember, Selection
 
 VOCABULARY = 32
 TINY = {

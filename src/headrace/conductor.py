@@ -29,17 +29,8 @@ from headrace.errors import DivergedError, NoProgressError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
-from headrace.types import (
-    FinishedRollout,
-    PolicyVersion,
-    RolloutKey,
-    RolloutRequest,
-    SamplingParameters,
-    Selection,
-    Task,
-    UpdateResult,
-    WorkerReport,
-)
+from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
+from headrace.updates import Selection, UpdateResult
 
 _WATCHDOG_SECONDS = 10.0
 _LEVELS_SECONDS = 1.0

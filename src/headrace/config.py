@@ -49,6 +49,23 @@ class UpdateMode(StrEnum):
     ABORT = "abort"
 
 
+class Apply(StrEnum):
+    EVERY_STEP = "every_step"
+    KEY_STEPS = "key_steps"
+    ROLLOUT_START = "rollout_start"
+
+
+class Verify(StrEnum):
+    OFF = "off"
+    KEY_STEPS = "key_steps"
+    ALL = "all"
+
+
+class ContextRule(StrEnum):
+    TRAJECTORY = "trajectory"
+    OBSERVATION = "observation"
+
+
 class RecordTrajectories(StrEnum):
     ALL = "all"
     TRAINED = "trained"
@@ -168,6 +185,10 @@ class RolloutSettings(Section):
         True, description="The tokenizer's end token ends an action, and so does the one with which its chat template ends an answer."
     )
     max_attempts: int = Field(2, description="Attempts at one member before it counts as failed.", ge=1, le=10)
+    context: ContextRule = Field(
+        ContextRule.TRAJECTORY,
+        description="What the policy sees: the trajectory so far, or only the newest observation (Markov environments: single steps can be left out).",
+    )
     num_user_processes: int = Field(1, description="Processes a worker for the recipe's Python that is not async.", ge=1, le=64)
 
 
@@ -180,8 +201,33 @@ class SamplerSettings(Section):
         UpdateMode.KEEP,
         description="New weights: keep (running actions go on), wait (they finish first), abort (they are drawn again).",
     )
+    apply: Apply = Field(
+        Apply.EVERY_STEP,
+        description="When new weights are taken up: every_step (at once), key_steps (before the next key step), rollout_start (the sampler drains first).",
+    )
+    max_apply_delay_seconds: float = Field(1.0, description="apply = key_steps: longest wait for a key step; then new weights are taken up all the same.", ge=0)
+    long_share: float = Field(0.5, description="Share of the decode slots that long rollouts may hold while short work waits; 1: no limit.", gt=0, le=1)
+    long_factor: float = Field(4.0, description="A rollout is long once it has more than this many times the median tokens of the finished ones.", ge=1)
+    verify_memory_bytes: int = Field(
+        256 * 2**20, description="Bytes for the distributions that verification needs; tokens beyond it stay as old as they are.", ge=2**16
+    )
     recompute_kv: bool = Field(False, description="Compute the KV cache again under new weights (keep mode).")
     gather_seconds: float = Field(0.003, description="Longest wait for more environment answers before a decode step that is not full.", ge=0, le=1)
+
+
+class MarkSettings(Section):
+    """Which steps are key steps. Marks lie over the trajectory; they change no token."""
+
+    environment: bool = Field(True, description="Marks of the environment (Observation.key) count.")
+    rules: list[str] = Field(
+        default_factory=list,
+        description="Marks by rule: `observation:REGEX`, `action:REGEX`, `tool:NAME` (the action calls it), `reward:nonzero | positive | negative`.",
+    )
+    function: str | None = Field(None, description="`task:function(trajectory) -> [weight a step]`; see docs/python_api.md.")
+    entropy_fraction: float = Field(0.0, description="Share of the steps, those of highest entropy, that are marked; 0 is off.", ge=0, lt=1)
+    min_advantage: float | None = Field(
+        None, description="Marks every step of trajectories whose reward lies at least this many standard deviations from the mean of its group.", gt=0
+    )
 
 
 class PoolSettings(Section):
@@ -191,6 +237,18 @@ class PoolSettings(Section):
     selection: SelectionRule = Field(SelectionRule.READY_FIRST, description="oldest_first waits for stragglers; ready_first takes what is finished.")
     on_expiry: OnExpiry = Field(
         OnExpiry.SKIP_TOKENS, description="Over max_staleness: skip_tokens (they leave the loss), drop_group (refilled), wait (take before they expire)."
+    )
+    quorum: int | None = Field(
+        None, description="Finished members at which a group may be trained; later ones are trained when they arrive, against all. none: the whole group.", ge=1
+    )
+    pace_key_steps: bool = Field(
+        False, description="Fewer rollouts in flight while key steps are trained older than max_key_staleness; what that costs is shown."
+    )
+    verify: Verify = Field(Verify.OFF, description="Aged rollouts are checked under the newest weights before they are trained: key_steps, all tokens, off.")
+    verify_after: int = Field(1, description="Updates a checked token may be old before its rollout is verified.", ge=0)
+    verify_rounds: int = Field(2, description="Verifications of one rollout at most; what is older after that is trained as it is.", ge=1, le=16)
+    verify_lenience: float = Field(
+        1.0, description="Tokens are accepted with probability min(1, lenience x new / old); over 1 saves tokens and is no longer exact.", ge=1
     )
     no_signal: NoSignal = Field(NoSignal.FILTER, description="Groups of equal rewards: filter (fill the batch, not trained), refill (replaced), train (kept).")
 
@@ -209,7 +267,13 @@ class LearnerSettings(Section):
     )
     kl_coefficient: float = Field(0.0, description="Weight of the KL to the frozen reference model.", ge=0)
     entropy_coefficient: float = Field(0.0, description="Weight of an entropy bonus.", ge=0)
+    unmarked_fraction: float = Field(
+        1.0, description="Probability with which an unmarked step enters the loss, with weight 1 / probability; saves learner time.", gt=0, le=1
+    )
     learning_rate: float = Field(3e-4, description="Of AdamW.", gt=0)
+    staleness_slope: float = Field(
+        0.0, description="The learning rate is divided by 1 + staleness_slope x the mean staleness of the batch, in updates (arXiv 2607.01083).", ge=0
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up, to 0 at the last update.")
     warmup_updates: int = Field(0, description="Updates of linear warm-up.", ge=0)
     betas: tuple[float, float] = Field((0.9, 0.95), description="Of AdamW.")
@@ -257,6 +321,7 @@ class Settings(Section):
     task: TaskSettings = Field(TaskSettings(), description="The recipe's tasks and Python.")
     rollout: RolloutSettings = Field(RolloutSettings(), description="How one rollout goes.")
     sampler: SamplerSettings = Field(SamplerSettings(), description="The decode engine.")
+    marks: MarkSettings = Field(MarkSettings(), description="Key steps: which steps are marked.")
     pool: PoolSettings = Field(PoolSettings(), description="Experience pool: batches and staleness.")
     learner: LearnerSettings = Field(LearnerSettings(), description="Loss and optimizer.")
     evaluation: EvaluationSettings = Field(EvaluationSettings(), description="Evaluations.")
@@ -280,6 +345,10 @@ class Settings(Section):
     def waits_for_acknowledgements(self) -> bool:
         """Only sync and max_staleness 0 wait until every sampler has taken up an update."""
         return self.run.mode is Mode.SYNC or self.pool.max_staleness < self.updates_per_batch
+
+    @property
+    def _least_quorum(self) -> int:
+        return 1 if self.learner.advantage is Advantage.NONE else 2
 
     def check_rules(self) -> list[tuple[str, str, str]]:
         """Rules between settings that are broken: (dotted key, what is wrong, what to do)."""
@@ -313,6 +382,16 @@ class Settings(Section):
                     f"Use at least {self.updates_per_batch - 1}.",
                 )
             )
+        if self.pool.quorum is not None and not self._least_quorum <= self.pool.quorum <= self.rollout.group_size:
+            broken.append(
+                (
+                    "pool.quorum",
+                    f"a group has {self.rollout.group_size} members (rollout.group_size) and its baseline needs {self._least_quorum}",
+                    f"Use {self._least_quorum} to {self.rollout.group_size}, or none.",
+                )
+            )
+        if self.run.mode is Mode.SYNC and self.pool.verify is not Verify.OFF:
+            broken.append(("pool.verify", "synchronous rollouts are never old", "Set pool.verify = 'off' or run.mode = 'async'."))
         if self.learner.num_minibatches > self.pool.groups_per_batch:
             broken.append(("learner.num_minibatches", f"a batch has only {self.pool.groups_per_batch} groups", "Use fewer minibatches or more groups."))
         if (self.learner.loss is Loss.DECOUPLED_PPO) != (self.learner.correction is Correction.DECOUPLED):

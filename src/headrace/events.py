@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from headrace.errors import RunDirectoryError
-from headrace.types import PolicyVersion, Selection, TrajectorySummary, UpdateResult, UpdateStatistics, WeightUpdate, WorkerActivity, WorkerReport
+from headrace.types import PolicyVersion, TrajectorySummary, WorkerActivity, WorkerReport
+from headrace.updates import Selection, UpdateResult, UpdateStatistics, WeightUpdate
 
 SCHEMA = 1
 

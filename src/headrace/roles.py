@@ -23,13 +23,13 @@ from headrace.types import (
     RolloutKey,
     RolloutRequest,
     SampleRequest,
-    Selection,
     Task,
-    UpdateResult,
-    WeightUpdate,
+    VerifyRequest,
+    VerifyResult,
     WorkerActivity,
     WorkerReport,
 )
+from headrace.updates import Selection, UpdateResult, WeightUpdate
 
 
 class TaskSource(Protocol):
@@ -50,6 +50,24 @@ class Environment(Protocol):
     async def reset(self, task: Task) -> Observation: ...
 
     async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]: ...
+
+
+@runtime_checkable
+class SnapshotEnvironment(Environment, Protocol):
+    """An environment that can go back, so that a verified rollout can go on from the middle (DESIGN section 6)."""
+
+    def snapshot(self) -> Any:
+        """The state as it is now, between two steps; called right after reset and after each step. Must not change later."""
+        ...
+
+    def restore(self, snapshot: Any) -> None: ...
+
+
+class ReplayableEnvironment(Environment, Protocol):
+    """Without snapshots: one whose answers follow from the task and the actions alone is replayed from `reset`."""
+
+    replayable: bool
+    """True promises that."""
 
 
 class Tokenizer(Protocol):
@@ -103,6 +121,24 @@ class Sampler(Protocol):
         """Returns as soon as weights of at least `version` are in use."""
         ...
 
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        """Accepts each checked token in order with probability min(1, lenience x new / old), old being the distribution it was drawn
+        from; redraws the first rejected one. A batched prefill beside the decode steps. Raises HeadraceError for this request only."""
+        ...
+
+    def can_verify(self, key: RolloutKey) -> bool:
+        """Whether every distribution asked for with `keep_distribution` was kept (memory is limited)."""
+        ...
+
+    def forget(self, key: RolloutKey) -> None:
+        """The rollout is never verified again: its distributions are free. Unknown keys are ignored."""
+        ...
+
+    @property
+    def parked(self) -> tuple[RolloutKey, ...]:
+        """Long rollouts whose action waits so that short work can run."""
+        ...
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token given those before it, temperature 1, under the weights in use; [len - 1] each."""
         ...
@@ -143,6 +179,14 @@ class RolloutWorker(Protocol):
 
     async def announce(self, update: WeightUpdate) -> None:
         """New weights are published. Returns at once; the worker's reports acknowledge."""
+        ...
+
+    async def verify(self, keys: Sequence[RolloutKey]) -> None:
+        """Check these finished rollouts under the newest weights; each is reported as finished again, with its round raised. Returns at once."""
+        ...
+
+    async def forget(self, keys: Sequence[RolloutKey]) -> None:
+        """These left the pool: what was kept to verify them is free."""
         ...
 
     async def cancel(self, keys: Sequence[RolloutKey]) -> None:

@@ -11,7 +11,7 @@ import math
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -172,6 +172,13 @@ class SampleRequest:
     tokens: Sequence[int]
     """[context] the whole context; the prompt of step 0 or everything up to and including the newest observation."""
     sampling: SamplingParameters
+    drawn_tokens: int = 0
+    """How many of the last `tokens` belong to this action already (a verified rollout goes on in the middle of an action). They count
+    against `sampling.max_action_tokens` and for stop strings; the completion holds only what comes after them."""
+    round: int = 0
+    """Verifications of the rollout so far; part of the random stream's name when > 0."""
+    keep_distribution: bool = False
+    """True: the sampler keeps the distribution each token was drawn from until `forget`, so that it can be verified."""
     keep_cache: bool = False
     """True when another step may follow: the sampler keeps the KV cache within its memory budget until `release`."""
     key_weight: float = 0.0
@@ -193,11 +200,47 @@ class Completion:
     stop_reason: StopReason
     discarded_tokens: int = 0
     """Tokens drawn and thrown away by `abort` updates before this action; they count as failed.aborted."""
+    entropies: tuple[float, ...] | None = None
+    """[action] nats, of the distributions drawn from; None unless the sampler was told to measure them."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"completion has {len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities")
         check_spans(self.version_spans, 0, len(self.tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRequest:
+    """A finished rollout to check under the weights in use (DESIGN section 6)."""
+
+    key: RolloutKey
+    round: int
+    """1 for the first verification; part of the random streams' names."""
+    seed: int
+    tokens: Sequence[int]
+    """[T] of the trajectory."""
+    checked: Sequence[tuple[int, int, int]]
+    """(step, start, end) of the actions to check, in order; indices into `tokens`."""
+    sampling: SamplingParameters
+    lenience: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What one forward under the newest weights said."""
+
+    version: PolicyVersion
+    """The weights that checked."""
+    accepted: tuple[VersionSpan, ...]
+    """Token spans of the trajectory that stand, all of `version`; in order, up to the first rejection."""
+    logprobs: tuple[float, ...]
+    """[accepted tokens] under `version`."""
+    rejected: int | None = None
+    """Index of the first rejected token; None: every checked token stands."""
+    redrawn_token: int = -1
+    """What stands in its place, drawn from the normalised max(0, new - old)."""
+    redrawn_logprob: float = 0.0
+    """Under `version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +285,15 @@ class Trajectory:
     """Sampled and thrown away by `abort` updates; not in `tokens`."""
     temperature: float = 1.0
     """Both sides divide logits by it."""
+    verified_spans: tuple[VersionSpan, ...] = ()
+    """Side table: action tokens that newer weights accepted, with those weights' version; ascending, disjoint. Staleness and ratio
+    use it; `steps` keep the version that drew each token."""
+    verified_logprobs: tuple[float, ...] = ()
+    """[tokens of verified_spans] in order."""
+    round: int = 0
+    """Verifications so far."""
+    refreshed_tokens: int = 0
+    """Tokens cut off by the last verification; they were delivered before and are replaced: skipped.refreshed."""
 
     def __post_init__(self) -> None:
         total, previous = 0, 0
@@ -253,8 +305,10 @@ class Trajectory:
             previous = step.action_end
         if total != len(self.sampler_logprobs):
             raise ValueError(f"{self.key}: {total} action tokens but {len(self.sampler_logprobs)} log-probabilities")
-        if not all(math.isfinite(value) and value <= 0.0 for value in self.sampler_logprobs):
+        if not all(math.isfinite(value) and value <= 0.0 for value in (*self.sampler_logprobs, *self.verified_logprobs)):
             raise ValueError(f"{self.key}: a log-probability is not finite or above 0")
+        if sum(span.end - span.start for span in self.verified_spans) != len(self.verified_logprobs):
+            raise ValueError(f"{self.key}: {len(self.verified_logprobs)} verified log-probabilities for the spans {self.verified_spans}")
 
     @property
     def num_action_tokens(self) -> int:
@@ -280,21 +334,24 @@ class Trajectory:
             "times": [self.started_seconds, self.finished_seconds, self.wait_seconds],
             "discarded_tokens": self.discarded_tokens,
             "temperature": self.temperature,
-            "counts": [len(self.tokens), len(self.sampler_logprobs)],
+            "verified": [[*v.version, v.start, v.end] for v in self.verified_spans],
+            "refresh": [self.round, self.refreshed_tokens],
+            "counts": [len(self.tokens), len(self.sampler_logprobs), len(self.verified_logprobs)],
         }
         text = json.dumps(header, separators=(",", ":")).encode()
-        return struct.pack("<I", len(text)) + text + array("i", self.tokens).tobytes() + array("f", self.sampler_logprobs).tobytes()
+        logprobs = array("f", self.sampler_logprobs + self.verified_logprobs)
+        return struct.pack("<I", len(text)) + text + array("i", self.tokens).tobytes() + logprobs.tobytes()
 
     @classmethod
     def from_bytes(cls, payload: bytes) -> Trajectory:
         (size,) = struct.unpack_from("<I", payload)
         header = json.loads(payload[4 : 4 + size])
-        num_tokens, num_logprobs = header["counts"]
+        num_tokens, num_logprobs, num_verified = header["counts"]
         tokens, logprobs = array("i"), array("f")
         tokens.frombytes(payload[4 + size : 4 + size + 4 * num_tokens])
         logprobs.frombytes(payload[4 + size + 4 * num_tokens :])
-        if len(logprobs) != num_logprobs:
-            raise ValueError(f"trajectory payload holds {len(logprobs)} log-probabilities, its header says {num_logprobs}")
+        if len(logprobs) != num_logprobs + num_verified:
+            raise ValueError(f"trajectory payload holds {len(logprobs)} log-probabilities, its header says {num_logprobs} + {num_verified}")
         steps = tuple(
             StepRecord(
                 action_start=start,
@@ -308,12 +365,13 @@ class Trajectory:
             for start, end, spans, key_weight, reward, stop, wait in header["steps"]
         )
         started, finished, wait = header["times"]
+        verification_round, refreshed_tokens = header["refresh"]
         return cls(
             key=RolloutKey(*header["key"]),
             task_id=header["task_id"],
             task_kind=header["task_kind"],
             tokens=tuple(tokens),
-            sampler_logprobs=tuple(logprobs),
+            sampler_logprobs=tuple(logprobs[:num_logprobs]),
             steps=steps,
             reward=header["reward"],
             end_reason=EndReason(header["end_reason"]),
@@ -323,12 +381,36 @@ class Trajectory:
             wait_seconds=wait,
             discarded_tokens=header["discarded_tokens"],
             temperature=header["temperature"],
+            verified_spans=tuple(VersionSpan(version=PolicyVersion(a, b), start=c, end=d) for a, b, c, d in header["verified"]),
+            verified_logprobs=tuple(logprobs[num_logprobs:]),
+            round=verification_round,
+            refreshed_tokens=refreshed_tokens,
         )
+
+    def effective_spans(self, step: StepRecord) -> list[VersionSpan]:
+        """Tile the action with the versions that staleness counts from: the verifying one where a token was verified."""
+        verified = [span for span in self.verified_spans if span.end > step.action_start and span.start < step.action_end]
+        if not verified:
+            return list(step.version_spans)
+        result: list[VersionSpan] = []
+        for span in step.version_spans:
+            position = span.start
+            for newer in verified:
+                start, end = max(newer.start, position), min(newer.end, span.end)
+                if start >= end:
+                    continue
+                if start > position:
+                    result.append(VersionSpan(version=span.version, start=position, end=start))
+                result.append(VersionSpan(version=newer.version, start=start, end=end))
+                position = end
+            if position < span.end:
+                result.append(VersionSpan(version=span.version, start=position, end=span.end))
+        return result
 
     def summary(self) -> TrajectorySummary:
         counts: dict[PolicyVersion, list[int]] = {}
         for step in self.steps:
-            for span in step.version_spans:
+            for span in self.effective_spans(step):
                 counts.setdefault(span.version, [0, 0])[1 if step.key_weight > 0 else 0] += span.end - span.start
         return TrajectorySummary(
             key=self.key,
@@ -345,6 +427,8 @@ class Trajectory:
             versions=tuple(VersionCount(version=v, unmarked=c[0], key=c[1]) for v, c in sorted(counts.items())),
             seconds=self.finished_seconds - self.started_seconds,
             wait_seconds=self.wait_seconds,
+            round=self.round,
+            refreshed_tokens=self.refreshed_tokens,
         )
 
 
@@ -374,9 +458,13 @@ class TrajectorySummary:
     num_key_steps: int
     discarded_tokens: int
     versions: tuple[VersionCount, ...]
-    """Ascending."""
+    """Ascending; a verified token counts for the version that verified it."""
     seconds: float
     wait_seconds: float
+    round: int = 0
+    """Verifications so far."""
+    refreshed_tokens: int = 0
+    """Delivered before, cut off by the last verification and replaced."""
 
     @property
     def failed(self) -> bool:
@@ -390,142 +478,6 @@ class FinishedRollout:
     summary: TrajectorySummary
     payload: bytes
     """Trajectory.to_bytes()"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectedMember:
-    summary: TrajectorySummary
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """A batch: what the pool gives the learner. Ordered by (group_id, member), whatever the order of arrival."""
-
-    id: int
-    learner_version: PolicyVersion
-    """The version that the learner is about to update from, at take."""
-    members: tuple[SelectedMember, ...]
-    filtered: tuple[RolloutKey, ...] = ()
-    """Members of groups without signal: they fill the batch and are not trained."""
-    max_staleness: int = 0
-    """Updates. The learner weighs unmarked tokens over it with 0, against its version at that moment (I6)."""
-    max_key_staleness: int = 0
-    """Updates. Key tokens over it are trained through PPO-clip on their sampler log-probs and counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberOutcome:
-    """What an update did with one member. Tokens count once however many epochs were run."""
-
-    key: RolloutKey
-    trained_tokens: int
-    skipped_tokens: Mapping[str, int]
-    """By reason: `stale`, `masked`, ..."""
-    trained_key_steps: int = 0
-    over_bound_key_steps: int = 0
-    """Part of trained_key_steps."""
-    skipped_key_steps: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateStatistics:
-    """Numbers of one selection's updates, means over trained tokens unless said otherwise."""
-
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    entropy: float
-    kl_sampler_learner: float
-    """mean of sampler_logprob - learner_logprob (k1 estimate of KL(sampler || learner))."""
-    ratio_mean: float
-    ratio_variance: float
-    ratio_max: float
-    effective_sample_size: float
-    """(sum r)^2 / (n sum r^2), fraction 0 to 1."""
-    clipped_fraction: float
-    masked_fraction: float
-    staleness_mean: float
-    staleness_max: int
-    staleness_histogram: Mapping[int, int]
-    """updates -> trained tokens"""
-    key_staleness_mean: float | None
-    """None without key tokens."""
-    key_staleness_max: int | None
-    trained_tokens: int
-    trained_trajectories: int
-    padded_tokens: int
-    """Forward tokens, padding included."""
-    reference_kl: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """What learn() returns."""
-
-    selection_id: int
-    version_before: PolicyVersion
-    version_after: PolicyVersion
-    """Equal to version_before when every update of the selection was refused."""
-    outcomes: tuple[MemberOutcome, ...]
-    statistics: UpdateStatistics | None
-    """None when nothing was trained."""
-    refused: str | None
-    """Why an update was refused (non-finite gradient), None otherwise."""
-    seconds: float
-    """Wall time inside the learner."""
-    busy_seconds: float
-    """Seconds in forward, backward and optimizer, mean over ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedWeight:
-    """One matrix of the model that a LoRA adapter changes: W = W0 + scale * B A (arXiv 2106.09685, section 4.1)."""
-
-    name: str
-    """Of the parameter, in the model without adapters."""
-    rows: int
-    """Outputs of the layer: B is [rows, rank]."""
-    columns: int
-    """Inputs of the layer: A is [rank, columns]."""
-    transposed: bool
-    """The parameter is stored as [columns, rows] (GPT-2)."""
-
-    @property
-    def a_name(self) -> str:
-        """Under which A is published."""
-        return f"{self.name}.lora_A"
-
-    @property
-    def b_name(self) -> str:
-        return f"{self.name}.lora_B"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterLayout:
-    """What the learner publishes and the samplers merge when only LoRA adapters are trained."""
-
-    rank: int
-    scale: float
-    """lora_alpha / rank"""
-    weights: tuple[AdaptedWeight, ...]
-
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Published name -> shape, in the order in which the tensors are published."""
-        result = {}
-        for weight in self.weights:
-            result[weight.a_name] = (self.rank, weight.columns)
-            result[weight.b_name] = (weight.rows, self.rank)
-        return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightUpdate:
-    """Announces published weights."""
-
-    version: PolicyVersion
-    num_bytes: int
-    publish_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -564,6 +516,8 @@ class WorkerReport:
     longest_wait: str | None
     """Text for people: the oldest rollout, what it waits for and how long."""
     activity: WorkerActivity | None
+    parked: tuple[RolloutKey, ...] = ()
+    """Long rollouts that wait for short work to leave them a slot (DESIGN section 7)."""
 
 
 def check_spans(spans: Sequence[VersionSpan], start: int, end: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = {
-    **dict.fromkeys(("__init__", "types", "errors"), 0),
+    **dict.fromkeys(("__init__", "types", "updates", "errors"), 0),
     **dict.fromkeys(("config", "config_loading", "roles", "events", "clock", "recipe", "statistics"), 1),
     **dict.fromkeys(("tasks", "rollout", "sampler", "pool", "learner", "weights"), 2),
     **dict.fromkeys(("conductor", "evaluation"), 3),
@@ -31,7 +31,7 @@ HEAVY = {
 # transformers' tokenizers may be loaded where text becomes tokens, but only inside a function
 LAZY_ONLY = {"transformers": ("rollout/", "runtime/hosts.py", "cli/")}
 
-REPORT_READS = frozenset({"events", "types", "errors", "config"})
+REPORT_READS = frozenset({"events", "types", "updates", "errors", "config"})
 
 MAX_MODULE_LINES = 600
 MAX_CONDUCTOR_LINES = 350

@@ -181,7 +181,7 @@ def test_a_stopped_role_is_named_after_its_limit(settled: dict[str, Any], recipe
 
 @pytest.mark.slow
 def test_ctrl_c_at_any_moment_ends_with_130_and_leaves_nothing(model_cache: Path, tmp_path: Path, recipe: Path, settled: dict[str, Any]) -> None:
-    """From the first moment of the command on, also while Python starts and the forkserver loads torch; sometimes twice."""
+    """From the first moment of the command on, also while Python starts and the forkserver loads torch; sometimes up to four times."""
     draw = random.Random(130)
     for index in range(ROUNDS):
         directory = tmp_path / f"run{index}"
@@ -196,9 +196,11 @@ def test_ctrl_c_at_any_moment_ends_with_130_and_leaves_nothing(model_cache: Path
             time.sleep(0.3 + draw.random() ** 2 * 14.0)
             family = psutil.Process(process.pid).children(recursive=True)
             os.killpg(process.pid, signal.SIGINT)
-            if twice := draw.random() < 0.3:
+            again = draw.choice([0, 0, 0, 1, 1, 2, 3])
+            for _ in range(again):
                 time.sleep(draw.uniform(0.0, 0.5))
-                os.killpg(process.pid, signal.SIGINT)
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGINT)
             started = time.monotonic()
             out, err = process.communicate(timeout=60)
         finally:
@@ -209,10 +211,10 @@ def test_ctrl_c_at_any_moment_ends_with_130_and_leaves_nothing(model_cache: Path
         assert json.loads(out)["status"] == "interrupted"
         assert seconds < 15, (index, seconds)
         _, alive = psutil.wait_procs(family, timeout=GONE_SECONDS)
-        assert not alive, (index, twice, alive)
+        assert not alive, (index, again, alive)
         assert named_memory() <= shared, index
         assert not [name for name in os.listdir(temporary) if name.startswith(("headrace", "pymp"))], index  # torch keeps a cache there
-        if not twice:
+        if not again:
             check_what_is_left(directory)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.config import Settings
-from headrace.types import MemberOutcome, PolicyVersion, RolloutKey, Selection, UpdateResult, UpdateStatistics, WeightUpdate
+from headrace.types import PolicyVersion, RolloutKey
+from headrace.updates import MemberOutcome, Selection, UpdateResult, UpdateStatistics, WeightUpdate
 
 
 class ScriptedLearner:

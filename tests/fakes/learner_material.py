@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Settings
-from headrace.types import EndReason, PolicyVersion, RolloutKey, SelectedMember, Selection, StepRecord, StopReason, Trajectory, VersionSpan
+from headrace.types import EndReason, PolicyVersion, RolloutKey, StepRecord, StopReason, Trajectory, VersionSpan
+from headrace.updates import SelectedMember, Selection
 
 VOCABULARY = 23
 

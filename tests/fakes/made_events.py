@@ -7,7 +7,8 @@ from typing import Any
 
 from headrace import events as ev
 from headrace.events import Event, EventLog
-from headrace.types import UpdateStatistics, WorkerActivity
+from headrace.types import WorkerActivity
+from headrace.updates import UpdateStatistics
 
 
 def lines_of(timed: Iterable[tuple[float, Event]]) -> list[dict[str, Any]]:

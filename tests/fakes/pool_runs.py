@@ -17,18 +17,8 @@ from typing import Any
 from headrace.clock import now
 from headrace.config import Settings
 from headrace.pool.pool import ExperiencePool, PoolClosedError, Retirement
-from headrace.types import (
-    EndReason,
-    FinishedRollout,
-    MemberOutcome,
-    PolicyVersion,
-    RolloutKey,
-    Selection,
-    Task,
-    TrajectorySummary,
-    UpdateResult,
-    VersionCount,
-)
+from headrace.types import EndReason, FinishedRollout, PolicyVersion, RolloutKey, Task, TrajectorySummary, VersionCount
+from headrace.updates import MemberOutcome, Selection, UpdateResult
 
 TASK = Task(id="a", data={})
 

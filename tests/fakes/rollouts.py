@@ -41,9 +41,9 @@ from headrace.types import (
     StopReason,
     Task,
     VersionSpan,
-    WeightUpdate,
     WorkerActivity,
 )
+from headrace.updates import WeightUpdate
 
 END_TOKEN = 0
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from headrace.types import PolicyVersion, WeightUpdate
+from headrace.types import PolicyVersion
+from headrace.updates import WeightUpdate
 
 
 class FakeWeights:

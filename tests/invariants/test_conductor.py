@@ -18,7 +18,8 @@ from fakes.runs import CycledTasks, ScriptedRun, run_settings, version_numbers
 from headrace import clock
 from headrace.clock import run_virtual
 from headrace.errors import NoProgressError, WaitTimeoutError
-from headrace.types import PolicyVersion, RolloutKey, Selection, Task
+from headrace.types import PolicyVersion, RolloutKey, Task
+from headrace.updates import Selection
 
 
 def mixed_tasks(seed: int, count: int = 7, *, failing: float = 0.0) -> list[Task]:

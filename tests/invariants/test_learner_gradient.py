@@ -27,7 +27,8 @@ from fakes.learner_material import (
 )
 from headrace.config import Advantage, Correction, Loss, LossScale
 from headrace.learner.core import LearnerRank, init_ranks, shutdown_ranks
-from headrace.types import Selection, Trajectory
+from headrace.types import Trajectory
+from headrace.updates import Selection
 
 NO_CLIP = 1e9  # of the gradient norm, so that the gradient can be read off after the step
 VERSION = 6

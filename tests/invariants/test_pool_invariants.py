@@ -22,7 +22,8 @@ from headrace.clock import VirtualClockLoop
 from headrace.config import Advantage, Settings
 from headrace.errors import InvariantError
 from headrace.pool.pool import ExperiencePool, PoolClosedError, Retirement
-from headrace.types import EndReason, FinishedRollout, MemberOutcome, RetireReason, RolloutKey, Selection, Task, UpdateResult
+from headrace.types import EndReason, FinishedRollout, RetireReason, RolloutKey, Task
+from headrace.updates import MemberOutcome, Selection, UpdateResult
 
 WORKERS = ("a", "b")
 FAILED_ENDS = [EndReason.ENVIRONMENT_ERROR, EndReason.REWARD_ERROR, EndReason.PROMPT_TOO_LONG, EndReason.CANCELLED]

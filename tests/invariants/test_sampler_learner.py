@@ -18,7 +18,8 @@ from headrace.clock import run_virtual
 from headrace.learner.batch import unpack, weigh
 from headrace.learner.core import LearnerRank
 from headrace.sampler.transformers_sampler import TransformersSampler
-from headrace.types import EndReason, RolloutKey, Selection, StepRecord, Trajectory, VersionSpan
+from headrace.types import EndReason, RolloutKey, StepRecord, Trajectory, VersionSpan
+from headrace.updates import Selection
 from headrace.weights.channel import SharedMemoryChannel
 from headrace.weights.shared_memory import SharedMemoryReader, SharedMemoryWriter, parameter_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.cli import interrupts
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.cli.run import sigterm_as_ctrl_c
 from headrace.compare import SYNC, Arm, Plan, common_capacity, held_directory, make_arms, run_comparison
@@ -33,6 +33,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         try:
             measured = _run(plan, output)
         except KeyboardInterrupt:
+            interrupts.absorb()
             output.say(f"Interrupted. To go on: {_again(arguments, plan)}")
             output.result(facts, status="interrupted", error=INTERRUPTED_ERROR)
             return INTERRUPTED
@@ -92,7 +93,7 @@ def _run(plan: Plan, output: Output) -> dict[str, list[MeasuredRun]]:
     from headrace.runtime.processes import end_forkserver
 
     try:
-        return asyncio.run(run_comparison(plan, output.people))
+        return interrupts.run(run_comparison(plan, output.people))
     finally:
         end_forkserver()
 

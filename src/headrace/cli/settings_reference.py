@@ -33,6 +33,8 @@ BROKEN: tuple[dict[str, dict[str, Any]], ...] = (
     {"rollout": {"top_k": 50}},
     {"rollout": {"group_size": 1}},
     {"pool": {"max_staleness": 0}, "learner": {"num_minibatches": 4}},
+    {"pool": {"quorum": 9}},
+    {"run": {"mode": "sync"}, "pool": {"verify": "all"}},
     {"pool": {"groups_per_batch": 2}, "learner": {"num_minibatches": 4}},
     {"learner": {"loss": "decoupled_ppo"}},
     {"model": {"path": "m", "prepare": "task:prepare"}},

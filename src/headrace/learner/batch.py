@@ -22,7 +22,8 @@ from torch import Tensor
 from headrace.config import Advantage, LossScale
 from headrace.errors import InvariantError, StaleTokenError
 from headrace.learner.advantages import group_advantages, token_coefficients
-from headrace.types import PolicyVersion, Selection, Trajectory
+from headrace.types import PolicyVersion, Trajectory
+from headrace.updates import Selection
 
 PADDING_PER_MICRO_BATCH = 128
 """Padding tokens a micro-batch may hold before a new one is cheaper: about what the fixed cost of one forward and backward buys."""

@@ -30,7 +30,8 @@ from headrace.learner.objective import Objective, evaluate_objective
 from headrace.learner.ranks import FlatGradients, init_ranks, reduce_sum, shutdown_ranks
 from headrace.learner.record import SelectionRecord
 from headrace.roles import WeightWriter
-from headrace.types import PolicyVersion, Selection, UpdateResult, WeightUpdate
+from headrace.types import PolicyVersion
+from headrace.updates import Selection, UpdateResult, WeightUpdate
 
 __all__ = ["LearnerRank", "init_ranks", "shutdown_ranks"]
 

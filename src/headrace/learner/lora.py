@@ -22,7 +22,7 @@ from headrace.config import Settings
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner.batch import MicroBatch
 from headrace.learner.forward import Scores, SelectiveForward
-from headrace.types import AdaptedWeight, AdapterLayout
+from headrace.updates import AdaptedWeight, AdapterLayout
 
 ADAPTER_FOLDER = "adapter"
 """Below a checkpoint, not in it: transformers would load the base model and the adapter where it finds adapter_config.json."""

@@ -23,7 +23,7 @@ from headrace.learner.forward import Scores
 from headrace.learner.objective import ObjectiveTerms
 from headrace.learner.ranks import reduce_max, reduce_sum
 from headrace.learner.sequences import ratio
-from headrace.types import MemberOutcome, Selection, UpdateStatistics
+from headrace.updates import MemberOutcome, Selection, UpdateStatistics
 
 UNTOUCHED = -2
 MASKED = -1

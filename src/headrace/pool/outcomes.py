@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headrace.errors import InvariantError
 from headrace.pool.ledger import Spent
-from headrace.types import MemberOutcome, RolloutKey, Selection, TrajectorySummary, UpdateResult
+from headrace.types import RolloutKey, TrajectorySummary
+from headrace.updates import MemberOutcome, Selection, UpdateResult
 
 
 def account(selection: Selection, result: UpdateResult | None) -> dict[RolloutKey, Spent]:

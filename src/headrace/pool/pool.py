@@ -25,18 +25,8 @@ from headrace.pool.ledger import Contents, Ledger, Spent
 from headrace.pool.outcomes import account
 from headrace.pool.selection import Chooser, has_signal
 from headrace.pool.statistics import PoolStatistics, describe_wait, measure
-from headrace.types import (
-    EndReason,
-    FinishedRollout,
-    PolicyVersion,
-    RetireReason,
-    RolloutKey,
-    SelectedMember,
-    Selection,
-    Task,
-    TrajectorySummary,
-    UpdateResult,
-)
+from headrace.types import EndReason, FinishedRollout, PolicyVersion, RetireReason, RolloutKey, Task, TrajectorySummary
+from headrace.updates import SelectedMember, Selection, UpdateResult
 
 # Trying again cannot help: the same prompt stays too long, the run has ended.
 _NOT_RETRIED = frozenset({EndReason.PROMPT_TOO_LONG, EndReason.CANCELLED})

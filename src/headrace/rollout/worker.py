@@ -25,7 +25,8 @@ from headrace.roles import Sampler, Tokenizer
 from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import ENVIRONMENT_PHASES, Phase, RolloutProgress, UserCode, roll_out
 from headrace.rollout.user_code import RecipeUserCode
-from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, WeightUpdate, WorkerReport
+from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, WorkerReport
+from headrace.updates import WeightUpdate
 
 HEARTBEAT_SECONDS = 1.0
 ACTIVITY_SECONDS = 1.0

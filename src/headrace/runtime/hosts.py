@@ -18,7 +18,7 @@ from headrace.recipe import RecipeCode
 from headrace.roles import WeightReader
 from headrace.runtime.processes import Alive, Failed, Hello, as_headrace_error
 from headrace.runtime.wire import AsyncWire, BlockingWire
-from headrace.types import AdapterLayout
+from headrace.updates import AdapterLayout
 
 if TYPE_CHECKING:
     from headrace.sampler.transformers_sampler import TransformersSampler

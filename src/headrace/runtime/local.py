@@ -31,18 +31,8 @@ from headrace.runtime.preflight import check_chats, read_recipe
 from headrace.runtime.processes import Alive, RoleProcess, refuse_start_while_importing, watched
 from headrace.runtime.run_record import run_record
 from headrace.tasks.source import ListTaskSource
-from headrace.types import (
-    AdapterLayout,
-    PolicyVersion,
-    RolloutKey,
-    RolloutRequest,
-    SamplingParameters,
-    Selection,
-    Task,
-    UpdateResult,
-    WeightUpdate,
-    WorkerReport,
-)
+from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
+from headrace.updates import AdapterLayout, Selection, UpdateResult, WeightUpdate
 from headrace.weights.channel import SharedMemoryChannel
 
 EventSubscriber = Callable[[dict[str, Any]], None]
@@ -75,6 +65,12 @@ class LocalWorker:
 
     async def announce(self, update: WeightUpdate) -> None:
         await self._process.send(("announce", (update,)))
+
+    async def verify(self, keys: Sequence[RolloutKey]) -> None:
+        await self._process.send(("verify", (tuple(keys),)))
+
+    async def forget(self, keys: Sequence[RolloutKey]) -> None:
+        await self._process.send(("forget", (tuple(keys),)))
 
     async def cancel(self, keys: Sequence[RolloutKey]) -> None:
         await self._process.send(("cancel", (tuple(keys),)))

@@ -184,11 +184,13 @@ class RoleProcess:
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            done, _ = await asyncio.wait([starting], timeout=_GRACE_SECONDS)
-            if not done:
-                end_forkserver()
-                await asyncio.wait([starting])
-            starting.exception()
+            starting.add_done_callback(lambda done: done.exception())  # nobody else asks for it
+            try:
+                await asyncio.wait([starting], timeout=_GRACE_SECONDS)
+            finally:  # at once when cancelled again
+                if not starting.done():
+                    end_forkserver()
+            await asyncio.wait([starting])
             raise
         self._theirs.close()
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from headrace.config import RecordTrajectories, Settings
 from headrace.events import TrajectoriesRecorded
-from headrace.types import FinishedRollout, RetireReason, RolloutKey, Selection, UpdateResult
+from headrace.types import FinishedRollout, RetireReason, RolloutKey
+from headrace.updates import Selection, UpdateResult
 
 DIRECTORY = "trajectories"
 MAX_ROWS = 5_000

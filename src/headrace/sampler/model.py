@@ -118,7 +118,11 @@ class ServedModel:
             raise ModelError(
                 f"{self.path}: cannot be loaded as a causal language model: {what[0]}", remedy="Name a Hugging Face model directory or hub name."
             ) from error
-        return model.to(self.device).eval().requires_grad_(False)
+        model = model.to(self.device).eval().requires_grad_(False)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None  # matters to gradients only, and torch's check of it would forbid a recording (recorded.py)
+        return model
 
     def _check_kind(self, config: Any) -> None:
         """Before any weight is read. Models whose code comes with them are left to the check of what they compute."""

@@ -12,7 +12,8 @@ import torch
 
 from headrace.errors import ModelError
 from headrace.roles import WeightReader
-from headrace.types import AdaptedWeight, AdapterLayout, PolicyVersion
+from headrace.types import PolicyVersion
+from headrace.updates import AdaptedWeight, AdapterLayout
 from headrace.weights.shared_memory import ALIGNMENT
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from headrace.errors import ModelError, WaitTimeoutError
-from headrace.types import PolicyVersion, WeightUpdate
+from headrace.types import PolicyVersion
+from headrace.updates import WeightUpdate
 from headrace.weights.channel import DTYPE, NEWEST, STARTED, VERSIONS, SharedMemoryChannel
 
 ALIGNMENT = 64

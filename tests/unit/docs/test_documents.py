@@ -13,7 +13,8 @@ import pytest
 from headrace import errors, events
 from headrace.cli.main import build_parser
 from headrace.config_loading import fields
-from headrace.types import FAILURES, EndReason, RetireReason, UpdateStatistics, WorkerActivity
+from headrace.types import FAILURES, EndReason, RetireReason, WorkerActivity
+from headrace.updates import UpdateStatistics
 
 ROOT = Path(__file__).parents[3]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -30,7 +30,8 @@ from headrace.errors import CheckpointError, InvariantError, ModelError, StaleTo
 from headrace.learner import batch as batch_module
 from headrace.learner.core import LearnerRank, learning_rate
 from headrace.learner.forward import SelectiveForward
-from headrace.types import EndReason, PolicyVersion, RolloutKey, UpdateResult, WeightUpdate
+from headrace.types import EndReason, PolicyVersion, RolloutKey
+from headrace.updates import UpdateResult, WeightUpdate
 
 
 @pytest.fixture(scope="module")

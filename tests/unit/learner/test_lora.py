@@ -21,7 +21,8 @@ from headrace.clock import run_virtual
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner.core import LearnerRank, init_ranks, load_model, shutdown_ranks
 from headrace.learner.lora import Adapters, adapter_layout
-from headrace.types import Completion, PolicyVersion, Selection
+from headrace.types import Completion, PolicyVersion
+from headrace.updates import Selection
 from headrace.weights.adapters import AdapterReader
 
 KINDS = ["qwen2", "llama", "gpt2"]

@@ -11,7 +11,8 @@ from fakes.pool_runs import SmallRun, finished, learned, pool_settings, version
 from headrace.clock import now, run_virtual
 from headrace.config import Settings
 from headrace.pool.pool import ExperiencePool
-from headrace.types import EndReason, RetireReason, Selection, Task
+from headrace.types import EndReason, RetireReason, Task
+from headrace.updates import Selection
 
 SELECTIONS = ["oldest_first", "ready_first"]
 EXPIRIES = ["skip_tokens", "drop_group", "wait"]

@@ -11,7 +11,8 @@ from fakes.pool_runs import TASK, finished, learned, pool_settings, version
 from headrace.clock import run_virtual
 from headrace.errors import InvariantError
 from headrace.pool.pool import ExperiencePool
-from headrace.types import MemberOutcome, RetireReason, RolloutKey, Selection, UpdateResult
+from headrace.types import RetireReason, RolloutKey
+from headrace.updates import MemberOutcome, Selection, UpdateResult
 
 SETTINGS = pool_settings(pool={"max_staleness": 1, "groups_per_batch": 1})
 

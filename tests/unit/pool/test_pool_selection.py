@@ -12,7 +12,8 @@ from headrace.clock import run_virtual
 from headrace.config import Advantage, Settings
 from headrace.pool.pool import ExperiencePool, GroupReservation, PoolClosedError
 from headrace.pool.selection import has_signal
-from headrace.types import EndReason, RetireReason, RolloutKey, Selection
+from headrace.types import EndReason, RetireReason, RolloutKey
+from headrace.updates import Selection
 
 
 class Bench:

@@ -7,7 +7,8 @@ import torch
 
 from fakes.weights import FakeWeights
 from headrace.errors import ModelError
-from headrace.types import AdaptedWeight, AdapterLayout, PolicyVersion
+from headrace.types import PolicyVersion
+from headrace.updates import AdaptedWeight, AdapterLayout
 from headrace.weights.adapters import AdapterReader, adapter_bytes
 from headrace.weights.channel import SharedMemoryChannel
 from headrace.weights.shared_memory import SharedMemoryReader, SharedMemoryWriter
