@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 
+from headrace.cli import interrupts
 from headrace.cli.output import Output
 from headrace.config_loading import load_settings
 from headrace.errors import ConfigError, Problem
@@ -24,7 +24,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     from headrace.runtime.processes import end_forkserver
 
     try:
-        result = asyncio.run(evaluate_local(resolved, checkpoint, progress=lambda what, fraction: output.say(f"{what} ...")))
+        result = interrupts.run(evaluate_local(resolved, checkpoint, progress=lambda what, fraction: output.say(f"{what} ...")))
     finally:
         end_forkserver()
     low, high = result.interval95

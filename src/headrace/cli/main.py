@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from headrace import __version__
+from headrace.cli import interrupts
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.errors import ConfigError, HeadraceError, Problem
 
@@ -134,8 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = next((argument for argument in given if not argument.startswith("-")), None)
     with Output(command=name, json="--json" in given) as output:
         try:
+            interrupts.release()
             return _execute(given, output)
         except KeyboardInterrupt:
+            interrupts.absorb()
             output.say("Interrupted.")
             output.fail("interrupted", INTERRUPTED_ERROR)
             return INTERRUPTED

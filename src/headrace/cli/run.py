@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import signal
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.cli import interrupts
 from headrace.cli.config import print_settings, settings_object
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.config_loading import ResolvedSettings, load_settings, plain_values
@@ -68,7 +68,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
     """
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupts.handler())
     try:
         yield
     finally:
@@ -86,8 +86,9 @@ def _train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog],
     status, error, code = "done", None, 0
     with contextlib.closing(ProgressView(output.people)) as view, sigterm_as_ctrl_c():
         try:
-            asyncio.run(run_local(resolved, directory, subscribers=[view.on_event, *(log.on_event for log in logs)], progress=view.on_startup))
+            interrupts.run(run_local(resolved, directory, subscribers=[view.on_event, *(log.on_event for log in logs)], progress=view.on_startup))
         except KeyboardInterrupt:
+            interrupts.absorb()
             status, error, code = "interrupted", INTERRUPTED_ERROR, INTERRUPTED
         except HeadraceError as failure:
             status, error, code = "failed", failure.as_json(), failure.exit_code
