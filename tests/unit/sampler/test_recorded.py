@@ -55,7 +55,7 @@ def test_recorded_steps_are_the_forward_to_the_last_bit_for_any_rows_contexts_an
 def test_a_model_whose_config_names_a_padding_token_is_recorded_too(tmp_path: Path) -> None:
     shutil.copytree(tiny_model("llama"), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
     model = ServedModel(str(tmp_path), max_context_tokens=CONTEXT, device="cpu", dtype="float32")
     for longest in (1, 2):
         cache, plan = random_step(model, random.Random(longest), longest)
