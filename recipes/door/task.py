@@ -5,6 +5,9 @@ answer is 'F' (forward); a digit d from 1 to 4 is a door that leads d rooms on, 
 which is where the walk goes on. Nobody tells the policy where it is: it has to remember its last room, however long the
 corridor between two doors. The reward is 1 only if every answer was right, and the tool tells nothing before the end.
 
+With other signs for the corridor (task option `corridor_signs`) the right answer to one of them is the sign itself: a variant
+in which the steps between the doors have to be learnt too.
+
 The hidden room follows the truth, also after a mistake. So the probability that a whole walk succeeds is exactly the product
 of the probabilities of its right answers, each given the right history: one forward through the right walk (`evaluate`).
 """
@@ -26,6 +29,7 @@ from headrace.types import Action, Observation, Task
 ROOMS = "ABCDE"
 CORRIDOR = "."
 FORWARD = "F"
+DOORS = "1234"
 DOOR_FRACTION = 0.3
 MEDIAN_STEPS, SIGMA_STEPS, MIN_STEPS, MAX_STEPS = 12, 0.6, 4, 60
 LONG_STEPS = 24  # walks of more steps are of kind `long`
@@ -33,31 +37,41 @@ LONG_STEPS = 24  # walks of more steps are of kind `long`
 GUIDE_CONFUSED_DOORS = (3, 4)
 GUIDE_CONFUSED_FRACTION = 0.7
 GUIDE_SLIP_FRACTION = 0.01
+GUIDE_COPY_FRACTION = 0.5  # of the later half of several corridor signs: how often the guide copies them
 GUIDE_MAX_STEPS = 40
 
 _visits: Counter[str] = Counter()  # rollouts of each task so far in this process: each has tool latencies of its own
 
 
-def tasks(num_tasks: int = 20_000, task_seed: int = 1) -> Iterator[Task]:
+def tasks(num_tasks: int = 20_000, task_seed: int = 1, corridor_signs: str = CORRIDOR) -> Iterator[Task]:
     """Training walks."""
-    return _tasks(num_tasks, task_seed, evaluation=False)
+    return _tasks(num_tasks, task_seed, corridor_signs, evaluation=False)
 
 
-def evaluation_tasks(num_evaluation_tasks: int = 1024, evaluation_seed: int = 2) -> Iterator[Task]:
+def evaluation_tasks(num_evaluation_tasks: int = 1024, evaluation_seed: int = 2, corridor_signs: str = CORRIDOR) -> Iterator[Task]:
     """Walks that no training task repeats."""
-    return _tasks(num_evaluation_tasks, evaluation_seed, evaluation=True)
+    return _tasks(num_evaluation_tasks, evaluation_seed, corridor_signs, evaluation=True)
 
 
 def right_answers(signs: str) -> str:
     """The right answer to each sign of a walk."""
     room, answers = 0, []
     for sign in signs:
-        if sign == CORRIDOR:
-            answers.append(FORWARD)
+        if not is_door(sign):
+            answers.append(passed(sign))
         else:
             room = (room + int(sign)) % len(ROOMS)
             answers.append(ROOMS[room])
     return "".join(answers)
+
+
+def is_door(sign: str) -> bool:
+    return sign in DOORS
+
+
+def passed(sign: str) -> str:
+    """The right answer to a sign of the corridor."""
+    return FORWARD if sign == CORRIDOR else sign
 
 
 class Environment:
@@ -87,10 +101,10 @@ class Environment:
 
     def _observe(self) -> Observation:
         sign = self.signs[self.position]
-        return Observation(text=sign, key=0.0 if sign == CORRIDOR else 1.0)
+        return Observation(text=sign, key=1.0 if is_door(sign) else 0.0)
 
 
-def demonstrations(seed: int = 0) -> Iterator[tuple[str, ...]]:
+def demonstrations(seed: int = 0, corridor_signs: str = CORRIDOR) -> Iterator[tuple[str, ...]]:
     """Walks of a poor guide, (sign, answer, sign, answer, ...) without end, for the supervised warm start.
 
     The guide knows the corridors and most of the doors 1 and 2. At doors 3 and 4 it mostly turns the wrong way round the
@@ -100,9 +114,9 @@ def demonstrations(seed: int = 0) -> Iterator[tuple[str, ...]]:
     random_source = random.Random(f"guide {seed}")
     while True:
         room, texts = 0, []
-        for sign in _draw_signs(random_source, GUIDE_MAX_STEPS):
-            if sign == CORRIDOR:
-                texts += [sign, FORWARD]
+        for sign in _draw_signs(random_source, GUIDE_MAX_STEPS, corridor_signs):
+            if not is_door(sign):
+                texts += [sign, _guided_past(sign, corridor_signs, random_source)]
                 continue
             right = (room + int(sign)) % len(ROOMS)
             turned_round = (room - int(sign)) % len(ROOMS)
@@ -115,6 +129,12 @@ def demonstrations(seed: int = 0) -> Iterator[tuple[str, ...]]:
                 room = right
             texts += [sign, ROOMS[room]]
         yield tuple(texts)
+
+
+def _guided_past(sign: str, corridor_signs: str, random_source: random.Random) -> str:
+    """What the guide answers in the corridor: right, but for the later half of several signs, which it often takes for one another."""
+    hard = corridor_signs[(len(corridor_signs) + 1) // 2 :]
+    return passed(random_source.choice(hard) if sign in hard and random_source.random() >= GUIDE_COPY_FRACTION else sign)
 
 
 async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, list[float]]:
@@ -135,7 +155,7 @@ async def evaluate(policy: ScorePolicy, tasks: Sequence[Task]) -> dict[str, list
         success[task.kind].append(math.exp(math.fsum(answers)))
         sure.append(float(all(logprob > math.log(0.5) for logprob in answers)))
         for sign, logprob in zip(walk, answers, strict=True):
-            (corridors if sign == CORRIDOR else doors).append(math.exp(logprob))
+            (doors if is_door(sign) else corridors).append(math.exp(logprob))
     values = {
         "success_probability": success["short"] + success["long"],
         "success_probability_short": success["short"],
@@ -155,10 +175,10 @@ def _right_walk(policy: ScorePolicy, walk: str) -> list[int]:
     return tokens
 
 
-def _tasks(num_tasks: int, seed: int, *, evaluation: bool) -> Iterator[Task]:
+def _tasks(num_tasks: int, seed: int, corridor_signs: str, *, evaluation: bool) -> Iterator[Task]:
     random_source = random.Random(f"walks {seed}")
-    walks = (_draw_signs(random_source, MAX_STEPS) for _ in itertools.count())
-    fitting = (walk for walk in walks if walk.strip(CORRIDOR) and _is_held_out(walk) == evaluation)
+    walks = (_draw_signs(random_source, MAX_STEPS, corridor_signs) for _ in itertools.count())
+    fitting = (walk for walk in walks if walk.strip(corridor_signs) and _is_held_out(walk) == evaluation)
     for index, walk in enumerate(itertools.islice(fitting, num_tasks)):
         name = "evaluation" if evaluation else "train"
         yield Task(id=f"{name}-{seed}-{index}", data={"signs": walk}, kind="long" if len(walk) > LONG_STEPS else "short")
@@ -169,8 +189,14 @@ def _is_held_out(walk: str) -> bool:
     return zlib.crc32(walk.encode()) % 8 == 0
 
 
-def _draw_signs(random_source: random.Random, max_steps: int) -> str:
+def _draw_signs(random_source: random.Random, max_steps: int, corridor_signs: str) -> str:
     length = 0
     while not MIN_STEPS <= length <= max_steps:
         length = round(MEDIAN_STEPS * random_source.lognormvariate(0.0, SIGMA_STEPS))
-    return "".join(random_source.choice("1234") if random_source.random() < DOOR_FRACTION else CORRIDOR for _ in range(length))
+    return "".join(_draw_sign(random_source, corridor_signs) for _ in range(length))
+
+
+def _draw_sign(random_source: random.Random, corridor_signs: str) -> str:
+    if random_source.random() < DOOR_FRACTION:
+        return random_source.choice(DOORS)
+    return corridor_signs if len(corridor_signs) == 1 else random_source.choice(corridor_signs)

@@ -245,3 +245,31 @@ def test_the_recipes_model_is_made_from_its_own_demonstrations(tmp_path: Path) -
     directory = prepare_model(SETTINGS.model_copy(update={"warm_start": warm_start}), CODE, cache_directory=tmp_path, progress=lambda what, fraction: None)
     assert AutoModelForCausalLM.from_pretrained(directory).config.model_type == "llama"
     assert AutoTokenizer.from_pretrained(directory).encode(ALPHABET) == list(range(len(ALPHABET)))
+
+
+def test_other_corridor_signs_are_answered_by_themselves_and_never_mark_a_key_step() -> None:
+    assert DOOR.right_answers("v1wz3y") == "vBwzEy"
+    signs = "vwxyz"
+    walks = [str(task.data["signs"]) for task in itertools.islice(DOOR.tasks(corridor_signs=signs), 200)]
+    assert set("".join(walks)) == set(signs) | set("1234")
+    marks = [observation.key for observation in asyncio.run(observations("v1w", environment()))]
+    assert marks == [0.0, 1.0, 0.0]
+
+
+def test_the_guide_copies_half_of_several_corridor_signs_poorly_so_that_they_have_to_be_learnt() -> None:
+    right: dict[str, list[bool]] = {}
+    for texts in itertools.islice(DOOR.demonstrations(corridor_signs="vwxyz"), 400):
+        for sign, answer in zip(texts[::2], texts[1::2], strict=True):
+            right.setdefault(sign, []).append(answer == sign)
+    for sign in "vwx":
+        assert all(right[sign])
+    for sign in "yz":
+        assert 0.65 < statistics.fmean(right[sign]) < 0.85  # copied half the time, drawn from both otherwise
+
+
+async def observations(signs: str, walk: Any) -> list[Observation]:
+    seen = [await walk.reset(Task(id="t", data={"signs": signs}))]
+    for answer in DOOR.right_answers(signs)[:-1]:
+        observation, _, _ = await walk.step(Action(text=answer, tokens=(1,), stop_reason=StopReason.MAX_TOKENS))
+        seen.append(observation)
+    return seen
