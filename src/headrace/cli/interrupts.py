@@ -68,6 +68,9 @@ def absorb() -> None:
 def ignore() -> None:
     """Nothing will be started any more, the interpreter shuts down. Before, a child would inherit this; a handler it does not."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python remembers a KeyboardInterrupt that once left an exec("text") (dataclasses has some), caught or not, and in the end kills itself
+    # by SIGINT for it. The next exec makes it forget.
+    exec("")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

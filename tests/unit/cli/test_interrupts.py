@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -45,20 +47,24 @@ sys.exit(process.entry())
 
 def run(body: str, *, ignored: bool = False) -> subprocess.CompletedProcess[str]:
     begin = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if ignored else ""
-    return subprocess.run([sys.executable, "-c", begin + BEGIN + body + END, "run", "--json"], capture_output=True, text=True, timeout=60, check=False)
+    # -m as people have it: Python ends it by other paths than -c or a file
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "pressed.py").write_text(begin + BEGIN + body + END)
+        return subprocess.run([sys.executable, "-m", "pressed", "run", "--json"], cwd=directory, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
     "body",
     [
         "    press()\n",
+        "    exec('press()', globals())\n",
         "    interrupts.run(work())\n",
         "    try:\n        interrupts.run(work())\n    finally:\n        press()\n",
         "    try:\n        press()\n    finally:\n        interrupts.absorb()\n        press()\n",
         "    globals()['kept'] = AtLast()\n    atexit.register(press)\n    press()\n",
         "interrupts.install = lambda install=interrupts.install: (install(), press())\n",
     ],
-    ids=["once", "while it cleans up", "while the next part ends", "while it tells", "while Python shuts down", "while Python starts"],
+    ids=["once", "in a text that is run", "while it cleans up", "while the next part ends", "while it tells", "while Python shuts down", "while Python starts"],
 )
 def test_ctrl_c_ends_with_130_and_its_object_however_often_it_is_pressed(body: str) -> None:
     done = run(body)
