@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.marks import RuleError, parse_rule
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
@@ -221,10 +223,13 @@ class MarkSettings(Section):
     environment: bool = Field(True, description="Marks of the environment (Observation.key) count.")
     rules: list[str] = Field(
         default_factory=list,
-        description="Marks by rule: `observation:REGEX`, `action:REGEX`, `tool:NAME` (the action calls it), `reward:nonzero | positive | negative`.",
+        description="Marks by rule: `observation:REGEX`, `action:REGEX`, `tool:NAME` (the action calls it), `reward:nonzero | positive | negative`. "
+        "`headrace mark RUN --rule ...` shows what one would mark.",
     )
-    function: str | None = Field(None, description="`task:function(trajectory) -> [weight a step]`; see docs/python_api.md.")
-    entropy_fraction: float = Field(0.0, description="Share of the steps, those of highest entropy, that are marked; 0 is off.", ge=0, lt=1)
+    function: str | None = Field(None, description="`task:function(trajectory) -> [weight a step]`, called when a rollout has ended; see docs/python_api.md.")
+    entropy_fraction: float = Field(
+        0.0, description="Share of the steps, those of highest mean entropy among a worker's newest 8,192, that are marked; 0 is off.", ge=0, lt=1
+    )
     min_advantage: float | None = Field(
         None, description="Marks every step of trajectories whose reward lies at least this many standard deviations from the mean of its group.", gt=0
     )
@@ -409,6 +414,11 @@ class Settings(Section):
             broken.append(("task.reward", "nothing grades the answers", "Name a reward function or an environment."))
         if self.rollout.max_action_tokens >= self.rollout.max_tokens:
             broken.append(("rollout.max_action_tokens", f"must be below rollout.max_tokens ({self.rollout.max_tokens})", "Lower it or raise the other."))
+        for rule in self.marks.rules:
+            try:
+                parse_rule(rule)
+            except RuleError as error:
+                broken.append(("marks.rules", error.what, error.remedy))
         if self.evaluation.samples_per_task == 0 and self.task.evaluate is None:
             broken.append(("evaluation.samples_per_task", "0 needs a recipe evaluate function", "Use 1 or more, or set task.evaluate."))
         return broken

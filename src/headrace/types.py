@@ -43,6 +43,7 @@ class EndReason(StrEnum):
     MAX_SECONDS = "max_seconds"
     ENVIRONMENT_ERROR = "environment_error"
     REWARD_ERROR = "reward_error"
+    MARK_ERROR = "mark_error"  # the recipe's marks.function failed: what is key is not known
     PROMPT_TOO_LONG = "prompt_too_long"
     SAMPLER_ERROR = "sampler_error"
     WORKER_LOST = "worker_lost"
@@ -53,6 +54,7 @@ FAILURES = frozenset(
     {
         EndReason.ENVIRONMENT_ERROR,
         EndReason.REWARD_ERROR,
+        EndReason.MARK_ERROR,
         EndReason.PROMPT_TOO_LONG,
         EndReason.SAMPLER_ERROR,
         EndReason.WORKER_LOST,

@@ -43,6 +43,7 @@ BROKEN: tuple[dict[str, dict[str, Any]], ...] = (
     {"task": {"source": None}},
     {"task": {"reward": None}},
     {"rollout": {"max_tokens": 128, "max_action_tokens": 128}},
+    {"marks": {"rules": ["observation:[1-4"]}},
     {"evaluation": {"samples_per_task": 0}},
 )
 """One example of each rule of Settings.check_rules; the document shows what it answers to them."""

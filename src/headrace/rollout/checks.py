@@ -31,7 +31,7 @@ def checked_observation(observation: object, source: str) -> Observation:
         raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose messages are {wrong}")
     if observation.messages and observation.text:
         raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation with a text and messages: give one of the two")
-    key = _as_float(observation.key)
+    key = as_float(observation.key)
     if key is None or not math.isfinite(key) or key < 0:
         raise RolloutEnded(
             EndReason.ENVIRONMENT_ERROR, f"{source} returned an observation whose key is {shown_value(observation.key)}: use True, False or a weight >= 0"
@@ -68,7 +68,7 @@ def wrong_messages(messages: object) -> str | None:
 
 
 def checked_reward(reward: object, source: str) -> float:
-    value = _as_float(reward)
+    value = as_float(reward)
     if value is None:
         raise RolloutEnded(EndReason.REWARD_ERROR, f"{source} returned {shown_value(reward)} as reward, not a number")
     if not math.isfinite(value):
@@ -76,7 +76,7 @@ def checked_reward(reward: object, source: str) -> float:
     return value
 
 
-def _as_float(value: object) -> float | None:
+def as_float(value: object) -> float | None:
     """Numbers, also numpy's and one-element tensors; None for anything else."""
     if type(value) is float:
         return value
