@@ -84,6 +84,8 @@ class RolloutFinished(Event):
     """[oldest, newest] number; empty when no token was drawn."""
     seconds: float
     wait_seconds: float
+    total_tokens: int = 0
+    """Prompt, actions and observations."""
 
     @classmethod
     def of(cls, summary: TrajectorySummary, *, role: str) -> RolloutFinished:
@@ -91,7 +93,7 @@ class RolloutFinished(Event):
         return cls(
             role=role, group=key.group_id, member=key.member, attempt=key.attempt, kind=summary.task_kind, reward=summary.reward, end=summary.end_reason,
             steps=summary.num_steps, keys=summary.num_key_steps, tokens=summary.num_action_tokens, versions=[numbers[0], numbers[-1]] if numbers else [],
-            seconds=summary.seconds, wait_seconds=summary.wait_seconds,
+            seconds=summary.seconds, wait_seconds=summary.wait_seconds, total_tokens=summary.num_tokens,
         )  # fmt: skip
 
 

@@ -500,6 +500,8 @@ class WorkerActivity:
     apply_seconds: float
     """Part of idle_seconds["weights"]: taking up new weights."""
     applied_updates: int
+    decode_work: Sequence[tuple[int, int, int, int, float]] = ()
+    """Steps alike in running batch and context, as sums: (steps, sequences, tokens computed, context tokens read, busy seconds)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

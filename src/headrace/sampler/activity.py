@@ -17,6 +17,7 @@ class ActivityMeter:
         self._running: dict[int, float] = {}
         self._idle: dict[str, float] = {}
         self._apply_seconds = 0.0
+        self._work: dict[tuple[int, int, int], list[float]] = {}
         self.last_seconds = 0.0
         """Of the last step."""
         self._counters = (0, 0, 0, 0)
@@ -38,10 +39,14 @@ class ActivityMeter:
         self._close()
         self._idle_reason = reason
 
-    def busy(self, running: int) -> None:
-        """The stretch that just ended was a step of so many sequences."""
+    def busy(self, running: int, tokens: int = 0, context_tokens: int = 0) -> None:
+        """The stretch that just ended was a step of so many sequences. Of a decode step: the tokens computed and the context they read."""
         seconds = self.last_seconds = self._elapsed()
         self._running[running] = self._running.get(running, 0.0) + seconds
+        if tokens:
+            sums = self._work.setdefault(_kind_of_step(running, tokens, context_tokens), [0, 0, 0, 0, 0.0])
+            for index, value in enumerate((1, running, tokens, context_tokens, seconds)):
+                sums[index] += value
 
     def applied(self) -> None:
         """The stretch that just ended took up new weights."""
@@ -65,7 +70,9 @@ class ActivityMeter:
             sampled_tokens=sampled,
             apply_seconds=self._apply_seconds,
             applied_updates=applied,
+            decode_work=_largest(self._work),
         )
+        self._work = {}
         self._running, self._idle, self._apply_seconds, self._counters = {}, {}, 0.0, counters
         return activity
 
@@ -78,3 +85,19 @@ class ActivityMeter:
         seconds = 0.0 if self._since is None else now - self._since
         self._since = now
         return seconds
+
+
+_MAX_KINDS = 24
+"""Of steps in one report, so that its line stays small."""
+
+
+def _kind_of_step(running: int, tokens: int, context_tokens: int) -> tuple[int, int, int]:
+    """Half octaves of the running batch, octaves of its mean context; decoding only, with short observations, or with prompts."""
+    half_octave = 2 * running.bit_length() + (running >> max(0, running.bit_length() - 2) & 1)
+    prompts = 0 if tokens <= running else 1 if tokens <= 3 * running else 1 + (tokens - running).bit_length()
+    return half_octave, (context_tokens // running).bit_length(), prompts
+
+
+def _largest(work: dict[tuple[int, int, int], list[float]]) -> tuple[tuple[int, int, int, int, float], ...]:
+    most = sorted(work.values(), key=lambda sums: -sums[4])[:_MAX_KINDS]
+    return tuple((int(a), int(b), int(c), int(d), seconds) for a, b, c, d, seconds in most)

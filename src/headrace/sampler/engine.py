@@ -43,6 +43,8 @@ class Engine:
         self._lost: dict[RolloutKey, int] = {}
         self.decode_steps = 0
         self.last_step_tokens = 0
+        self.last_step_context = 0
+        """Tokens of the contexts that the last step read, summed over its rows."""
         self.prefill_tokens = 0
         self.applied_updates = 0
         self._weights = weights
@@ -143,6 +145,7 @@ class Engine:
         logits_RV = self.model.forward(self.cache, plan, last)
         self.decode_steps += 1
         self.last_step_tokens = plan.num_tokens
+        self.last_step_context = sum(row.cached for row in rows)
         self.prefill_tokens += plan.num_tokens - len(drawing)
         if drawing:
             self._draw(drawing, logits_RV)

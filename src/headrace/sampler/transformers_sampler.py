@@ -175,7 +175,7 @@ class TransformersSampler:
         if engine.num_ready:
             if engine.can_grow and engine.num_ready < self._target.rows and waiting_for() == "environment":
                 await self._gather()
-            meter.busy(engine.step())
+            meter.busy(engine.step(), engine.last_step_tokens, engine.last_step_context)
             self._target.observe_step(engine.last_step_tokens, meter.last_seconds, meter.time)
         if self._scores:
             meter.busy(self._score_some())
