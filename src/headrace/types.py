@@ -223,6 +223,8 @@ class VerifyRequest:
     """[T] of the trajectory."""
     checked: Sequence[tuple[int, int, int]]
     """(step, start, end) of the actions to check, in order; indices into `tokens`."""
+    context_starts: Sequence[int] = ()
+    """[checked] where in `tokens` the context of each action begins (rollout.context = observation); empty: all at 0."""
     sampling: SamplingParameters
     lenience: float = 1.0
 
@@ -296,6 +298,8 @@ class Trajectory:
     """Verifications so far."""
     refreshed_tokens: int = 0
     """Tokens cut off by the last verification; they were delivered before and are replaced: skipped.refreshed."""
+    refreshed_key_steps: int = 0
+    """Key steps of which the last verification cut any token off; also those that go on from the redrawn token, which are offered anew."""
 
     def __post_init__(self) -> None:
         total, previous = 0, 0
@@ -337,7 +341,7 @@ class Trajectory:
             "discarded_tokens": self.discarded_tokens,
             "temperature": self.temperature,
             "verified": [[*v.version, v.start, v.end] for v in self.verified_spans],
-            "refresh": [self.round, self.refreshed_tokens],
+            "refresh": [self.round, self.refreshed_tokens, self.refreshed_key_steps],
             "counts": [len(self.tokens), len(self.sampler_logprobs), len(self.verified_logprobs)],
         }
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -367,7 +371,7 @@ class Trajectory:
             for start, end, spans, key_weight, reward, stop, wait in header["steps"]
         )
         started, finished, wait = header["times"]
-        verification_round, refreshed_tokens = header["refresh"]
+        verification_round, refreshed_tokens, refreshed_key_steps = header["refresh"]
         return cls(
             key=RolloutKey(*header["key"]),
             task_id=header["task_id"],
@@ -387,6 +391,7 @@ class Trajectory:
             verified_logprobs=tuple(logprobs[num_logprobs:]),
             round=verification_round,
             refreshed_tokens=refreshed_tokens,
+            refreshed_key_steps=refreshed_key_steps,
         )
 
     def effective_spans(self, step: StepRecord) -> list[VersionSpan]:
@@ -431,6 +436,7 @@ class Trajectory:
             wait_seconds=self.wait_seconds,
             round=self.round,
             refreshed_tokens=self.refreshed_tokens,
+            refreshed_key_steps=self.refreshed_key_steps,
         )
 
 
@@ -467,6 +473,8 @@ class TrajectorySummary:
     """Verifications so far."""
     refreshed_tokens: int = 0
     """Delivered before, cut off by the last verification and replaced."""
+    refreshed_key_steps: int = 0
+    """See Trajectory.refreshed_key_steps."""
 
     @property
     def failed(self) -> bool:
