@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fakes.verification import ContractViolation, KeptActions, accepted_spans, another_letter, verified_logprob
 from headrace import clock
 from headrace.config import Settings
 from headrace.roles import Environment, WaitingFor
@@ -40,16 +41,14 @@ from headrace.types import (
     SamplingParameters,
     StopReason,
     Task,
+    VerifyRequest,
+    VerifyResult,
     VersionSpan,
     WorkerActivity,
 )
 from headrace.updates import WeightUpdate
 
 END_TOKEN = 0
-
-
-class ContractViolation(BaseException):
-    """A role was used in a way its protocol forbids. Not an Exception: nothing may take it for a failed rollout."""
 
 
 class CharacterTokenizer:
@@ -108,6 +107,11 @@ class ScriptedSampler:
     The number of tokens of an action: `action_tokens(request)` when given, else drawn from the stream, 1 to 6, at most the limit.
     `fail(request)` gives the number of tokens after which the request raises, None for never. `abort` redraws running actions under
     new weights. `applies` False: new weights are never taken up (case 6). Wrong use raises ContractViolation.
+
+    Verification lasts one decode step and accepts everything but what `reject(request)` names: the index of the first rejected token,
+    or None; it may raise. `redraw(request, index)` is the token in its place, by default another letter. `can_keep(key)` False: that
+    rollout's distributions never fit. `park(key)` and `unpark(key)` say whose action waits. `entropy(request, position)`: nats, measured
+    when given. `extends` False: each step's context is its observation alone.
     """
 
     def __init__(
@@ -122,11 +126,18 @@ class ScriptedSampler:
         fail: Callable[[SampleRequest], int | None] = lambda request: None,
         abort: bool = False,
         applies: bool = True,
+        reject: Callable[[VerifyRequest], int | None] = lambda request: None,
+        redraw: Callable[[VerifyRequest, int], int] | None = None,
+        can_keep: Callable[[RolloutKey], bool] = lambda key: True,
+        entropy: Callable[[SampleRequest, int], float] | None = None,
+        extends: bool = True,
     ) -> None:
         self.max_running = max_running
         self.max_context_tokens = max_context_tokens
         self.weights = weights or ScriptedWeights()
         self.requests: list[SampleRequest] = []
+        self.verified: list[VerifyRequest] = []
+        self.kept = KeptActions(can_keep)
         self.most_running = 0
         self.applies = applies
         self._seconds_per_token = seconds_per_token
@@ -134,6 +145,11 @@ class ScriptedSampler:
         self._action_tokens = action_tokens
         self._fail = fail
         self._abort = abort
+        self._reject = reject
+        self._redraw = redraw
+        self._entropy = entropy
+        self._extends = extends
+        self._parked: dict[RolloutKey, _Running | None] = {}
         self._version = self.weights.newest
         self._queue: deque[_Running] = deque()
         self._running: list[_Running] = []
@@ -157,7 +173,7 @@ class ScriptedSampler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._queue)
+        return len(self._running) + len(self._queue) + sum(running is not None for running in self._parked.values())
 
     @property
     def generated_tokens(self) -> int:
@@ -168,7 +184,10 @@ class ScriptedSampler:
         num_tokens = self._num_tokens(request)
         running = _Running(request, asyncio.get_running_loop().create_future(), num_tokens, self._fail(request))
         self.requests.append(request)
-        self._queue.append(running)
+        if request.key in self._parked:
+            self._parked[request.key] = running
+        else:
+            self._queue.append(running)
         self._prefilled += len(request.tokens)
         self._work.set()
         try:
@@ -182,7 +201,11 @@ class ScriptedSampler:
                 self._running.remove(running)
             if running in self._queue:
                 self._queue.remove(running)
+            if self._parked.get(request.key) is running:
+                self._parked[request.key] = None
         known.tokens = (*request.tokens, *completion.tokens)
+        if request.keep_distribution:
+            self.kept.add(request, completion.tokens)
         return completion
 
     def release(self, key: RolloutKey) -> int:
@@ -198,6 +221,58 @@ class ScriptedSampler:
         while self._version < version:
             self._version_changed.clear()
             await self._version_changed.wait()
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        """See `reject`. A redrawn token counts as generated; the rollout may go on from it in the middle of its action."""
+        if request.key in self._known:
+            raise ContractViolation(f"{request.key} is verified before its rollout has ended")
+        self.kept.check(request)
+        self.verified.append(request)
+        await asyncio.sleep(self._seconds_per_token)
+        rejected = self._reject(request)
+        self.kept.verified(request)
+        accepted = accepted_spans(request, rejected, self._version)
+        logprobs = tuple(verified_logprob(request, index, self._version) for span in accepted for index in range(span.start, span.end))
+        if rejected is None:
+            return VerifyResult(version=self._version, accepted=accepted, logprobs=logprobs)
+        step = next(step for step, start, end in request.checked if start <= rejected < end)
+        token = another_letter(request, rejected) if self._redraw is None else self._redraw(request, rejected)
+        start = request.context_starts[[checked[0] for checked in request.checked].index(step)] if request.context_starts else 0
+        tokens = (*request.tokens[start:rejected], token)
+        self.kept.cut(request, step, rejected, token)
+        self._released.discard(request.key)
+        self._known[request.key] = _Known(tokens=tokens, step=step, busy=False, keep_cache=True)
+        self._generated += 1
+        self._drawn[request.key] = self._drawn.get(request.key, 0) + 1
+        redrawn_logprob = verified_logprob(request, rejected, self._version)
+        return VerifyResult(
+            version=self._version, accepted=accepted, logprobs=logprobs, rejected=rejected, redrawn_token=token, redrawn_logprob=redrawn_logprob
+        )
+
+    def can_verify(self, key: RolloutKey) -> bool:
+        return self.kept.can_verify(key)
+
+    def forget(self, key: RolloutKey) -> None:
+        self.kept.forget(key)
+
+    @property
+    def parked(self) -> tuple[RolloutKey, ...]:
+        return tuple(key for key, running in self._parked.items() if running is not None)
+
+    def park(self, key: RolloutKey) -> None:
+        """The rollout's action, now or when it comes, waits until `unpark`."""
+        running = next((each for each in (*self._running, *self._queue) if each.request.key == key), None)
+        if running in self._running:
+            self._running.remove(running)
+        elif running is not None:
+            self._queue.remove(running)
+        self._parked[key] = running
+        self._work.set()
+
+    def unpark(self, key: RolloutKey) -> None:
+        if (running := self._parked.pop(key, None)) is not None:
+            self._queue.appendleft(running)
+        self._work.set()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         await asyncio.sleep(self._seconds_per_token)
@@ -289,7 +364,7 @@ class ScriptedSampler:
             self._drawn[running.request.key] = self._drawn.get(running.request.key, 0) + 1
             if len(running.tokens) == running.num_tokens:
                 self._running.remove(running)
-                running.future.set_result(_completion(running))
+                running.future.set_result(_completion(running, self._entropy))
 
     def _end_idle(self) -> None:
         """Books the idle time so far."""
@@ -302,9 +377,10 @@ class ScriptedSampler:
         self._idle_seconds[reason] = self._idle_seconds.get(reason, 0.0) + seconds
 
     def _num_tokens(self, request: SampleRequest) -> int:
+        """Still to be drawn; `action_tokens` gives the length of whole actions."""
         limit = request.sampling.max_action_tokens
         wanted = _stream(request, "length").randint(1, 6) if self._action_tokens is None else self._action_tokens(request)
-        return min(limit, wanted)
+        return max(1, min(limit, wanted) - request.drawn_tokens)
 
     def _validated(self, request: SampleRequest) -> _Known:
         key = request.key
@@ -312,8 +388,11 @@ class ScriptedSampler:
             raise ContractViolation(f"{key} samples after its release")
         if not request.tokens:
             raise ContractViolation(f"{key} samples from an empty context")
-        if request.sampling.max_action_tokens < 1 or len(request.tokens) + request.sampling.max_action_tokens > self.max_context_tokens:
-            raise ContractViolation(f"{key}: {len(request.tokens)} + {request.sampling.max_action_tokens} tokens, the context has {self.max_context_tokens}")
+        most = request.sampling.max_action_tokens - request.drawn_tokens
+        if most < 1 or len(request.tokens) + most > self.max_context_tokens:
+            raise ContractViolation(f"{key}: {len(request.tokens)} + {most} tokens, the context has {self.max_context_tokens}")
+        if not request.evaluation and request.round != self.kept.round_of(key):
+            raise ContractViolation(f"{key} samples in round {request.round} after {self.kept.round_of(key)} verifications")
         known = self._known.get(key)
         if known is None:
             if request.step != 0:
@@ -322,41 +401,47 @@ class ScriptedSampler:
             return known
         if known.busy:
             raise ContractViolation(f"{key} samples twice at once")
-        if request.step != known.step + 1:
-            raise ContractViolation(f"{key} goes from step {known.step} to {request.step}")
+        if request.step != known.step + (request.drawn_tokens == 0):
+            raise ContractViolation(f"{key} goes from step {known.step} to {request.step} with {request.drawn_tokens} tokens drawn")
+        if request.drawn_tokens and tuple(request.tokens) != known.tokens:
+            raise ContractViolation(f"{key} goes on in the middle of step {request.step}, but not after its redrawn token")
         if not known.keep_cache:
             raise ContractViolation(f"{key} takes another step although its last request said that none follows")
-        if tuple(request.tokens[: len(known.tokens)]) != known.tokens:
+        if self._extends and tuple(request.tokens[: len(known.tokens)]) != known.tokens:
             raise ContractViolation(f"{key}: step {request.step} does not extend what was sampled before (I4)")
         known.step, known.busy, known.tokens, known.keep_cache = request.step, True, tuple(request.tokens), request.keep_cache
         return known
 
 
 def _stream(request: SampleRequest, *what: object) -> random.Random:
-    return random.Random(repr((request.seed, *request.key, request.step, *what)))
+    verification_round = ("round", request.round) if request.round else ()
+    return random.Random(repr((request.seed, *request.key, request.step, *verification_round, *what)))
 
 
 def _scripted_token(request: SampleRequest, index: int, num_tokens: int) -> int:
     """The last token is a stop token where the request has one and its limit does not cut it short."""
-    if index + 1 == num_tokens and num_tokens < request.sampling.max_action_tokens and request.sampling.stop_tokens:
+    ends = index + 1 == num_tokens and request.drawn_tokens + num_tokens < request.sampling.max_action_tokens
+    if ends and request.sampling.stop_tokens:
         return request.sampling.stop_tokens[0]
-    return _stream(request, index).randint(ord("a"), ord("z"))
+    return _stream(request, request.drawn_tokens + index).randint(ord("a"), ord("z"))
 
 
-def _completion(running: _Running) -> Completion:
+def _completion(running: _Running, entropy: Callable[[SampleRequest, int], float] | None) -> Completion:
+    request = running.request
     spans: list[VersionSpan] = []
     for index, version in enumerate(running.versions):
         if spans and spans[-1].version == version:
             spans[-1] = VersionSpan(version=version, start=spans[-1].start, end=index + 1)
         else:
             spans.append(VersionSpan(version=version, start=index, end=index + 1))
-    cut_short = running.num_tokens == running.request.sampling.max_action_tokens
+    cut_short = request.drawn_tokens + running.num_tokens == request.sampling.max_action_tokens
     return Completion(
         tokens=tuple(running.tokens),
-        logprobs=tuple(-_stream(running.request, index, "p", version).random() for index, version in enumerate(running.versions)),
+        logprobs=tuple(-_stream(request, request.drawn_tokens + index, "p", version).random() for index, version in enumerate(running.versions)),
         version_spans=tuple(spans),
         stop_reason=StopReason.MAX_TOKENS if cut_short else StopReason.STOP,
         discarded_tokens=running.discarded,
+        entropies=None if entropy is None else tuple(entropy(request, request.drawn_tokens + index) for index in range(len(running.tokens))),
     )
 
 
