@@ -22,7 +22,7 @@ from headrace.sampler.gather import GatherTarget
 from headrace.sampler.model import ServedModel
 from headrace.sampler.rows import PromptTooLongError, Row
 from headrace.sampler.sampling import stream_key
-from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, WorkerActivity
+from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, VerifyRequest, VerifyResult, WorkerActivity
 
 _SCORE_LOGITS = 2**24
 """Numbers in the logits of one scoring forward at most, unless one sequence alone has more: 128 MiB in float64."""
@@ -124,6 +124,19 @@ class TransformersSampler:
             for job in jobs:
                 job.future.cancel()
             raise
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        raise HeadraceError(f"{request.key}: its distributions were not kept.")
+
+    def can_verify(self, key: RolloutKey) -> bool:
+        return False
+
+    def forget(self, key: RolloutKey) -> None:
+        """Nothing is kept."""
+
+    @property
+    def parked(self) -> tuple[RolloutKey, ...]:
+        return ()
 
     def wake(self) -> None:
         self._wake.set()
