@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -78,6 +79,9 @@ async def make_async(): return Quick()
 def reward(task, answer):
     if answer == "hang": time.sleep(1000)
     if answer == "pid": return os.getpid()
+    if "note" in task.data:
+        with open(task.data["note"], "a") as file: file.write(answer)
+        if answer == "s": time.sleep(0.3)
     return float(len(answer))
 async def async_reward(task, answer): return 2.0
 '''
@@ -273,6 +277,65 @@ def test_a_cancelled_call_costs_its_neighbours_nothing(recipe: RecipeCode) -> No
     with_code(recipe, use, environment="task:Counter")
 
 
+def test_the_child_makes_every_call_that_it_was_sent_while_the_loop_is_busy(recipe: RecipeCode, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    async def use(code: RecipeUserCode) -> None:
+        task = Task(id="t", data={"note": str(note)})
+        await code.reward(task, "a")
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(code.reward(task, letter)) for letter in "bcdefgh"]
+            await asyncio.sleep(0)
+            deadline = time.monotonic() + 10.0
+            while note.read_text() != "abcdefgh" and time.monotonic() < deadline:
+                time.sleep(0.01)  # noqa: ASYNC251  the loop does not turn
+            assert note.read_text() == "abcdefgh"
+            assert not any(call.done() for call in calls)
+        assert [call.result() for call in calls] == [1.0] * 7
+
+    with_code(recipe, use, reward="task:reward")
+
+
+def test_a_call_cancelled_before_it_began_is_never_made(recipe: RecipeCode, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+
+    async def use(code: RecipeUserCode) -> None:
+        task = Task(id="t", data={"note": str(note)})
+        await code.reward(task, "a")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(code.reward(task, "s"))
+            cancelled, after = group.create_task(code.reward(task, "c")), group.create_task(code.reward(task, "dd"))
+            await asyncio.sleep(0.05)
+            cancelled.cancel()
+        assert after.result() == 2.0
+        assert note.read_text() == "asdd"
+
+    with_code(recipe, use, reward="task:reward")
+
+
+def test_each_calls_time_runs_from_its_own_beginning(recipe: RecipeCode, tmp_path: Path) -> None:
+    """Five slow calls one after another take longer than the limit of each."""
+
+    async def use(code: RecipeUserCode) -> None:
+        task = Task(id="t", data={"note": str(tmp_path / "note")})
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(code.reward(task, "s")) for _ in range(5)]
+        assert [call.result() for call in calls] == [1.0] * 5
+
+    with_code(recipe, use, reward="task:reward", limit_seconds=1.2)
+
+
+def test_a_process_that_ends_between_calls_costs_no_call(recipe: RecipeCode) -> None:
+    async def use(code: RecipeUserCode) -> None:
+        pid = int(await code.reward(TASK, "pid"))  # type: ignore[call-overload]
+        os.kill(pid, signal.SIGKILL)
+        while code.process_ids:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await code.reward(TASK, "abc") == 3.0
+
+    with_code(recipe, use, reward="task:reward")
+
+
 def test_a_call_cancelled_while_its_process_starts_leaves_a_process_that_works(recipe: RecipeCode) -> None:
     async def use(code: RecipeUserCode) -> None:
         for patience in (0.0, 0.001, 0.01, 0.05):
@@ -312,17 +375,18 @@ def test_what_the_users_code_started_dies_with_its_process(recipe: RecipeCode) -
     assert gone_soon(started[0])
 
 
-def test_a_child_ends_when_its_parent_is_gone_although_it_hangs(recipe: RecipeCode) -> None:
+def test_a_child_ends_when_its_parent_is_gone_although_it_hangs(recipe: RecipeCode, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(code: RecipeUserCode) -> None:
         environment, pid = await reset(code, 1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await environment.step(say("spin"))
         home = code._homes[key(1)]
-        assert home._writer is not None
-        home._writer.close()  # what the kernel does when the parent dies
-        await home._writer.wait_closed()
-        assert await asyncio.to_thread(gone_soon, int(pid))
+        assert home._connection is not None
+        with monkeypatch.context() as here:
+            here.setattr(home, "_end_now", lambda: None)  # a parent that is gone kills nobody
+            home._connection.abort()  # what the kernel does then
+            assert await asyncio.to_thread(gone_soon, int(pid))
 
     with_code(recipe, use, environment="task:Counter")
 

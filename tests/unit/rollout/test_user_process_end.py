@@ -13,10 +13,12 @@ import pytest
 from headrace.recipe import RecipeCode
 from headrace.rollout.user_process import serve
 
+HEADER = struct.Struct("<QQ")
+
 
 @pytest.mark.parametrize(
     "last_words",
-    [b"", struct.pack("<Q", 1000)[:3], struct.pack("<Q", 1000) + b"only the beginning", struct.pack("<Q", 4) + b"junk"],
+    [b"", HEADER.pack(1000, 1)[:3], HEADER.pack(1000, 1) + b"only the beginning", HEADER.pack(4, 1) + b"junk"],
     ids=["closed", "cut in the length", "cut in the message", "no message"],
 )
 def test_a_child_ends_when_its_parent_was_killed_in_the_middle_of_a_message(tmp_path: Path, last_words: bytes) -> None:
