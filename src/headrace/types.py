@@ -286,7 +286,7 @@ class Trajectory:
     wait_seconds: float = 0.0
     """Total time in the environment."""
     discarded_tokens: int = 0
-    """Sampled and thrown away by `abort` updates; not in `tokens`."""
+    """Sampled and thrown away by `abort` updates since the rollout began, in all rounds; not in `tokens`."""
     temperature: float = 1.0
     """Both sides divide logits by it."""
     verified_spans: tuple[VersionSpan, ...] = ()

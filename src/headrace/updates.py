@@ -12,6 +12,8 @@ from headrace.types import PolicyVersion, RolloutKey, TrajectorySummary
 class SelectedMember:
     summary: TrajectorySummary
     payload: bytes
+    marked: bool = False
+    """The whole member is key, each of its steps (marks.min_advantage); decided when its group was complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
