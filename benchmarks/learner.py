@@ -27,8 +27,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import Settings
-from headrace.learner.batch import MicroBatch, coefficients, deal_rows, micro_batches, unpack, weigh
+from headrace.learner.batch import MicroBatch, coefficients, deal_rows, micro_batches, weigh
 from headrace.learner.core import LearnerRank
+from headrace.learner.unpack import unpack
 from headrace.types import EndReason, PolicyVersion, RolloutKey, StepRecord, StopReason, Trajectory, VersionSpan
 from headrace.updates import SelectedMember, Selection
 
@@ -78,7 +79,7 @@ def same_micro_batches(selection: Selection, settings: Settings) -> list[MicroBa
     rows = np.arange(len(batch.rows))
     weighing = weigh(batch, 0)
     coefficient_of_row = coefficients(batch, weighing, rows, settings.learner.loss_scale, settings.rollout.max_tokens)
-    share = deal_rows(batch, rows, 1)[0]
+    share = deal_rows(batch, weighing, rows, 1)[0]
     budget = settings.learner.micro_batch_tokens
     return list(micro_batches(batch, weighing, share, coefficient_of_row, budget_tokens=budget, dtype=torch.float32, device=torch.device("cpu")))
 

@@ -15,8 +15,9 @@ from fakes.sampling import beside, make_sampler, request
 from fakes.tiny_models import CONTEXT, SERVED, VOCABULARY, tiny_model
 from fakes.weights import FakeWeights
 from headrace.clock import run_virtual
-from headrace.learner.batch import unpack, weigh
+from headrace.learner.batch import weigh
 from headrace.learner.core import LearnerRank
+from headrace.learner.unpack import unpack
 from headrace.sampler.transformers_sampler import TransformersSampler
 from headrace.types import EndReason, RolloutKey, StepRecord, Trajectory, VersionSpan
 from headrace.updates import Selection

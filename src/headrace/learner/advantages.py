@@ -13,8 +13,11 @@ STD_EPSILON = 1e-6
 """Reward units: keeps equal rewards at advantage 0."""
 
 
-def group_advantages(rewards_G: Sequence[float], advantage: Advantage) -> NDArray[np.float64]:
-    """[G] advantages of the members of one group; failed members are already absent, so their reward is in no baseline.
+def group_advantages(rewards_G: Sequence[float], advantage: Advantage, known_K: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """[G] advantages of members of one group; failed members are already absent, so their reward is in no baseline.
+
+    `known_K`: rewards of every good member known by now, those of `rewards_G` included (pool.quorum); baseline and scale are taken over
+    them. None: `rewards_G` is the whole group.
 
     - mean_std: (r - mean) / (population std + 1e-6). Shao et al., DeepSeekMath (GRPO), arXiv 2402.03300, section 4.1.2.
     - mean: r - mean. Liu et al., Dr. GRPO, arXiv 2503.20783, section 3.2.
@@ -26,18 +29,22 @@ def group_advantages(rewards_G: Sequence[float], advantage: Advantage) -> NDArra
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if advantage is Advantage.NONE:
         return rewards
-    centred: NDArray[np.float64] = rewards - rewards.mean()
+    known = rewards if known_K is None else np.asarray(known_K, dtype=np.float64)
+    centred: NDArray[np.float64] = rewards - known.mean()
     match advantage:
         case Advantage.MEAN_STD:
-            return centred / (float(rewards.std()) + STD_EPSILON)
+            return centred / (float(known.std()) + STD_EPSILON)
         case Advantage.MEAN:
             return centred
         case Advantage.LEAVE_ONE_OUT:
-            return centred * (len(rewards) / max(len(rewards) - 1, 1))
+            return centred * (len(known) / max(len(known) - 1, 1))
 
 
 def token_coefficients(trained_tokens_S: NDArray[np.int64], loss_scale: LossScale, max_tokens: int) -> NDArray[np.float64]:
     """[S] what the loss of each trained token of a trajectory is multiplied by, so that the sum over tokens is the batch's loss.
+
+    "Trained" counts tokens that are sampled out too (learner.unmarked_fraction): divided by the number that happened to be drawn, the
+    gradient would be biased.
 
     Computed over the whole minibatch, before it is cut into ranks and micro-batches: the gradient cannot depend on the cut (I8).
 

@@ -1,17 +1,20 @@
-"""The one place where tokens become tensors: Selection -> Batch (flat arrays) -> rows of a minibatch -> MicroBatch (tensors).
+"""The one place where tokens become tensors: Batch (flat arrays, see unpack.py) -> rows of a minibatch -> MicroBatch (tensors).
 
-Shapes: _A all action tokens of the selection, in order of members; _R rows (trajectories) of one micro-batch; _T padded input
-positions; _N trained tokens of one micro-batch.
+Shapes: _A all action tokens of the selection, in order of members; _R input rows of one micro-batch; _T padded input positions; _N
+trained tokens of one micro-batch.
 
 Which tokens are trained is decided here, from the version the learner is about to update from (a prefetched batch ages too):
 `weigh` decides, `check_weights` guarantees. Everything is decided over the whole minibatch, in one deterministic order, before
 rows are dealt to ranks and cut into micro-batches, so no gradient depends on the cut (I8).
+
+What is not trained is not computed where that is possible: an input row ends before its last trained token, a trajectory without a
+trained token is no input row, and where the policy saw only the newest observation (rollout.context), every step is an input
+row of its own and untrained ones are left out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,26 +22,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.config import Advantage, LossScale
+from headrace.config import LossScale
 from headrace.errors import InvariantError, StaleTokenError
-from headrace.learner.advantages import group_advantages, token_coefficients
-from headrace.types import PolicyVersion, Trajectory
-from headrace.updates import Selection
+from headrace.learner.advantages import token_coefficients
 
 PADDING_PER_MICRO_BATCH = 128
 """Padding tokens a micro-batch may hold before a new one is cheaper: about what the fixed cost of one forward and backward buys."""
 PADDING_FRACTION = 0.1
 """Of its real tokens; a micro-batch may hold the larger of the two."""
 
-Ancestry = Mapping[int, int]
-"""lineage -> number of the version it started from; the learner's own lineage included."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyStep:
+class Step:
+    """One action of a trajectory."""
+
     start: int
     """Into the flat arrays _A."""
     end: int
+    context_start: int
+    """Into Row.tokens: the first token that the policy saw when it drew the action."""
+    key: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Row:
     """[all tokens]"""
     start: int
     end: int
-    key_steps: tuple[KeyStep, ...]
+    steps: tuple[Step, ...]
     advantage: float
     temperature: float
 
@@ -65,9 +68,12 @@ class Batch:
     positions_A: NDArray[np.int64]
     """Index of the action token inside its trajectory; >= 1."""
     sampler_logprobs_A: NDArray[np.float64]
+    """Under the version of versions_A."""
     versions_A: NDArray[np.int64]
-    """Number of the version that drew it."""
+    """Number of the version that drew it or, later, verified it."""
     key_A: NDArray[np.bool_]
+    weight_A: NDArray[np.float64]
+    """1; of a token of an unmarked step, when those are sampled with probability p: 1 / p or 0."""
     row_A: NDArray[np.int64]
     max_staleness: int
     max_key_staleness: int
@@ -79,8 +85,10 @@ class Weighing:
 
     staleness_A: NDArray[np.int64]
     """Updates."""
+    eligible_A: NDArray[np.bool_]
+    """Inside its bound, or a key token. Means are over these, also over those that are sampled out: else they would be biased."""
     trained_A: NDArray[np.bool_]
-    """Weight 1 (True) or 0."""
+    """Eligible and not sampled out."""
     over_bound_A: NDArray[np.bool_]
     """Key tokens over max_key_staleness: trained through PPO-clip, counted."""
 
@@ -96,11 +104,11 @@ class MicroBatch:
     target_N: Tensor
     """[N] int64 the trained tokens."""
     row_N: Tensor
-    """[N] int64 row inside this micro-batch."""
+    """[N] int64 trajectory inside this micro-batch; it may have several input rows."""
     sampler_logprobs_N: Tensor
     advantages_N: Tensor
     coefficient_N: Tensor
-    """[N] what the token's loss is multiplied by (token_coefficients)."""
+    """[N] what the token's loss is multiplied by: token_coefficients x Batch.weight_A."""
     temperature_N: Tensor | None
     """None: all 1."""
     key_N: Tensor
@@ -116,66 +124,20 @@ class MicroBatch:
         return self.tokens_RT.numel()
 
 
-def unpack(selection: Selection, version: PolicyVersion, ancestry: Ancestry, advantage: Advantage) -> Batch:
-    """Decodes a selection. Raises InvariantError for what a pool must never return: failed members, unknown or newer versions."""
-    filtered = set(selection.filtered)
-    members = [index for index, member in enumerate(selection.members) if member.summary.key not in filtered]
-    trajectories = [_decode(selection, index) for index in members]
-    advantages = _advantages(trajectories, advantage)
-    positions: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    keys: list[bool] = []
-    rows: list[Row] = []
-    known = _KnownVersions(version, ancestry)
-    for member, trajectory, value in zip(members, trajectories, advantages, strict=True):
-        start = len(positions)
-        key_steps = []
-        for step in trajectory.steps:
-            first = len(positions)
-            positions.extend(range(step.action_start, step.action_end))
-            for span in step.version_spans:
-                versions.extend([known.number(span.version, trajectory)] * (span.end - span.start))
-            if step.key_weight > 0:
-                key_steps.append(KeyStep(start=first, end=len(positions)))
-            keys.extend([step.key_weight > 0] * (step.action_end - step.action_start))
-        logprobs.extend(trajectory.sampler_logprobs)
-        rows.append(
-            Row(
-                member=member,
-                group_id=trajectory.key.group_id,
-                tokens=np.asarray(trajectory.tokens, dtype=np.int64),
-                start=start,
-                end=len(positions),
-                key_steps=tuple(key_steps),
-                advantage=value,
-                temperature=trajectory.temperature,
-            )
-        )
-    return Batch(
-        rows=tuple(rows),
-        positions_A=np.asarray(positions, dtype=np.int64),
-        sampler_logprobs_A=np.asarray(logprobs, dtype=np.float64),
-        versions_A=np.asarray(versions, dtype=np.int64),
-        key_A=np.asarray(keys, dtype=np.bool_),
-        row_A=np.repeat(np.arange(len(rows)), [row.end - row.start for row in rows]),
-        max_staleness=selection.max_staleness,
-        max_key_staleness=selection.max_key_staleness,
-    )
-
-
 def weigh(batch: Batch, number: int) -> Weighing:
     """Weights for an update from version `number`: unmarked tokens over max_staleness get 0, key tokens are always trained."""
     staleness_A = number - batch.versions_A
+    eligible_A = batch.key_A | (staleness_A <= batch.max_staleness)
     return Weighing(
         staleness_A=staleness_A,
-        trained_A=batch.key_A | (staleness_A <= batch.max_staleness),
+        eligible_A=eligible_A,
+        trained_A=eligible_A & (batch.weight_A > 0),
         over_bound_A=batch.key_A & (staleness_A > batch.max_key_staleness),
     )
 
 
 def check_weights(batch: Batch, weighing: Weighing, number: int) -> None:
-    """Guarantees I6, whatever `weigh` or the pool did. Raises StaleTokenError."""
+    """Guarantees I6, whatever `weigh` or the pool did, and that no key token is left out. Raises StaleTokenError, InvariantError."""
     wrong_A = weighing.trained_A & ~batch.key_A & (number - batch.versions_A > batch.max_staleness)
     if wrong_A.any():
         index = int(np.argmax(wrong_A))
@@ -186,6 +148,8 @@ def check_weights(batch: Batch, weighing: Weighing, number: int) -> None:
         )
     if (batch.key_A & (number - batch.versions_A > batch.max_key_staleness) & ~weighing.over_bound_A).any():
         raise StaleTokenError(f"a key token more than max_key_staleness {batch.max_key_staleness} updates old would not go through PPO-clip.")
+    if (batch.key_A & ~(weighing.trained_A & (batch.weight_A == 1))).any():
+        raise InvariantError("a key token would be left out of the loss or weigh something else than 1. This is a bug in headrace.")
 
 
 def split_minibatches(batch: Batch, num_minibatches: int) -> list[NDArray[np.int64]]:
@@ -198,9 +162,9 @@ def split_minibatches(batch: Batch, num_minibatches: int) -> list[NDArray[np.int
     return [np.asarray([index for group in part for index in members[group]], dtype=np.int64) for part in parts if len(part)]
 
 
-def deal_rows(batch: Batch, row_indices: NDArray[np.int64], world_size: int) -> list[NDArray[np.int64]]:
-    """Rows of each rank: longest first, each to the rank with the fewest tokens so far. Same answer on every rank."""
-    lengths = {int(index): len(batch.rows[index].tokens) for index in row_indices}
+def deal_rows(batch: Batch, weighing: Weighing, row_indices: NDArray[np.int64], world_size: int) -> list[NDArray[np.int64]]:
+    """Rows of each rank: longest first, each to the rank with the fewest tokens to compute so far. Same answer on every rank."""
+    lengths = {index: sum(piece.length for piece in _pieces(batch, weighing, index)) for index in row_indices.tolist()}
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for index in sorted(lengths, key=lambda index: (-lengths[index], index)):
@@ -211,13 +175,13 @@ def deal_rows(batch: Batch, row_indices: NDArray[np.int64], world_size: int) -> 
 
 
 def coefficients(batch: Batch, weighing: Weighing, row_indices: NDArray[np.int64], loss_scale: LossScale, max_tokens: int) -> NDArray[np.float64]:
-    """[rows of the batch] coefficient of each row's trained tokens, over all ranks and micro-batches.
+    """[rows of the batch] coefficient of each row's trained tokens, over all ranks and micro-batches, before Batch.weight_A.
 
-    0 for rows outside this minibatch and for rows without a trained token.
+    0 for rows outside this minibatch and for rows without an eligible token.
     """
-    trained_S = np.asarray([int(weighing.trained_A[batch.rows[index].start : batch.rows[index].end].sum()) for index in row_indices], dtype=np.int64)
+    eligible_S = np.asarray([int(weighing.eligible_A[batch.rows[index].start : batch.rows[index].end].sum()) for index in row_indices], dtype=np.int64)
     result = np.zeros(len(batch.rows))
-    result[row_indices] = np.where(trained_S > 0, token_coefficients(trained_S, loss_scale, max_tokens), 0.0)
+    result[row_indices] = np.where(eligible_S > 0, token_coefficients(eligible_S, loss_scale, max_tokens), 0.0)
     return result
 
 
@@ -230,35 +194,79 @@ def micro_batches(
     budget_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    whole: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Rows cut after their last trained token, longest first, in micro-batches of at most `budget_tokens` padded tokens.
+    """Input rows cut after their last trained token, longest first, in micro-batches of at most `budget_tokens` padded tokens.
 
-    A row longer than the budget is a micro-batch of its own. Rows without a trained token are not packed.
+    What is longer than the budget is a micro-batch of its own. Without a trained token nothing is packed. `whole`: all input rows of a
+    trajectory lie in one micro-batch, which ratios of whole trajectories need.
     """
-    trained_of_row: dict[int, NDArray[np.int64]] = {}
-    lengths: dict[int, int] = {}
+    units = []
     for index in row_indices.tolist():
-        row = batch.rows[index]
-        trained = np.flatnonzero(weighing.trained_A[row.start : row.end]) + row.start
+        pieces = _pieces(batch, weighing, index)
+        if pieces and whole:
+            units.append(_Unit(pieces=pieces))
+        else:
+            units += [_Unit(pieces=(piece,)) for piece in pieces]
+    for part in _cut(units, budget_tokens):
+        yield _collate(batch, weighing, part, coefficient_of_row, dtype, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """One input row: tokens [first, first + length) of a trajectory."""
+
+    row: int
+    first: int
+    length: int
+    trained: NDArray[np.int64]
+    """Flat indices _A of its trained tokens, ascending; the last one is the token after its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Pieces that must lie in one micro-batch."""
+
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def width(self) -> int:
+        return max(piece.length for piece in self.pieces)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return -self.width, self.pieces[0].row, self.pieces[0].first
+
+
+def _pieces(batch: Batch, weighing: Weighing, index: int) -> tuple[_Piece, ...]:
+    """Steps that saw the same tokens before them share an input row: all of a trajectory, or each alone (rollout.context)."""
+    row = batch.rows[index]
+    contexts: dict[int, tuple[int, int]] = {}
+    for step in row.steps:
+        start, _ = contexts.get(step.context_start, (step.start, step.end))
+        contexts[step.context_start] = start, step.end
+    pieces = []
+    for first, (start, end) in contexts.items():
+        trained = np.flatnonzero(weighing.trained_A[start:end]) + start
         if len(trained):
-            trained_of_row[index] = trained
-            lengths[index] = int(batch.positions_A[trained[-1]])
-    for part in _cut(lengths, budget_tokens):
-        yield _collate(batch, weighing, part, trained_of_row, lengths, coefficient_of_row, dtype, device)
+            pieces.append(_Piece(row=index, first=first, length=int(batch.positions_A[trained[-1]]) - first, trained=trained))
+    return tuple(pieces)
 
 
-def _cut(lengths: Mapping[int, int], budget_tokens: int) -> Iterator[list[int]]:
-    part: list[int] = []
-    real = 0
-    for index in sorted(lengths, key=lambda index: (-lengths[index], index)):
+def _cut(units: Sequence[_Unit], budget_tokens: int) -> Iterator[list[_Piece]]:
+    part: list[_Piece] = []
+    width = filled = 0  # tokens a row; tokens without the padding that joining units of different widths costs
+    for unit in sorted(units, key=lambda unit: unit.order):
+        size = unit.width * len(unit.pieces)
         if part:
-            padded = lengths[part[0]] * (len(part) + 1)
-            padding = padded - real - lengths[index]
-            if padded > budget_tokens or padding > max(PADDING_PER_MICRO_BATCH, PADDING_FRACTION * real):
+            padded = width * (len(part) + len(unit.pieces))
+            if padded > budget_tokens or padded - filled - size > max(PADDING_PER_MICRO_BATCH, PADDING_FRACTION * filled):
                 yield part
-                part, real = [], 0
-        part.append(index)
-        real += lengths[index]
+                part = []
+        if not part:
+            width, filled = unit.width, 0
+        part += unit.pieces
+        filled += size
     if part:
         yield part
 
@@ -266,22 +274,20 @@ def _cut(lengths: Mapping[int, int], budget_tokens: int) -> Iterator[list[int]]:
 def _collate(
     batch: Batch,
     weighing: Weighing,
-    part: Sequence[int],
-    trained_of_row: Mapping[int, NDArray[np.int64]],
-    lengths: Mapping[int, int],
+    part: Sequence[_Piece],
     coefficient_of_row: NDArray[np.float64],
     dtype: torch.dtype,
     device: torch.device,
 ) -> MicroBatch:
-    width = lengths[part[0]]
+    width = max(piece.length for piece in part)
     tokens_RT = np.zeros((len(part), width), dtype=np.int64)
-    for place, index in enumerate(part):
-        tokens_RT[place, : lengths[index]] = batch.rows[index].tokens[: lengths[index]]
-    index_A = np.concatenate([trained_of_row[index] for index in part])
-    counts = [len(trained_of_row[index]) for index in part]
-    row_N = np.repeat(np.arange(len(part)), counts)
-    targets = np.concatenate([batch.rows[index].tokens[batch.positions_A[trained_of_row[index]]] for index in part])
-    temperatures = [batch.rows[index].temperature for index in part]
+    for place, piece in enumerate(part):
+        tokens_RT[place, : piece.length] = batch.rows[piece.row].tokens[piece.first : piece.first + piece.length]
+    index_A = np.concatenate([piece.trained for piece in part])
+    counts = [len(piece.trained) for piece in part]
+    places = {row: place for place, row in enumerate(dict.fromkeys(piece.row for piece in part))}
+    rows = [batch.rows[piece.row] for piece in part]
+    temperatures = [row.temperature for row in rows]
 
     def floats(values: NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype)
@@ -291,65 +297,15 @@ def _collate(
 
     return MicroBatch(
         tokens_RT=plain(tokens_RT),
-        hidden_N=plain(row_N * width + batch.positions_A[index_A] - 1),
-        target_N=plain(targets),
-        row_N=plain(row_N),
+        hidden_N=plain(np.repeat(np.arange(len(part)) * width - [piece.first for piece in part], counts) + batch.positions_A[index_A] - 1),
+        target_N=plain(np.concatenate([row.tokens[batch.positions_A[piece.trained]] for row, piece in zip(rows, part, strict=True)])),
+        row_N=plain(np.repeat([places[piece.row] for piece in part], counts)),
         sampler_logprobs_N=floats(batch.sampler_logprobs_A[index_A]),
-        advantages_N=floats(np.repeat([batch.rows[index].advantage for index in part], counts)),
-        coefficient_N=floats(np.repeat(coefficient_of_row[list(part)], counts)),
+        advantages_N=floats(np.repeat([row.advantage for row in rows], counts)),
+        coefficient_N=floats(np.repeat(coefficient_of_row[[piece.row for piece in part]], counts) * batch.weight_A[index_A]),
         temperature_N=None if all(value == 1.0 for value in temperatures) else floats(np.repeat(temperatures, counts)),
         key_N=plain(batch.key_A[index_A]),
         over_bound_N=plain(weighing.over_bound_A[index_A]),
         index_N=plain(index_A),
         has_keys=bool(batch.key_A[index_A].any()),
     )
-
-
-def _decode(selection: Selection, index: int) -> Trajectory:
-    member = selection.members[index]
-    trajectory = Trajectory.from_bytes(member.payload)
-    if trajectory.key != member.summary.key:
-        raise InvariantError(f"selection {selection.id}: the payload of {tuple(member.summary.key)} is the trajectory {tuple(trajectory.key)}.")
-    if trajectory.failed:
-        raise InvariantError(f"selection {selection.id} holds the failed rollout {tuple(trajectory.key)} ({trajectory.end_reason}).")
-    if any(step.action_start == 0 and step.action_end > 0 for step in trajectory.steps):
-        raise InvariantError(f"{tuple(trajectory.key)}: the first token is an action, nothing predicts it.")
-    if not (math.isfinite(trajectory.reward) and trajectory.temperature > 0):
-        raise InvariantError(f"{tuple(trajectory.key)}: reward {trajectory.reward}, temperature {trajectory.temperature}.")
-    return trajectory
-
-
-def _advantages(trajectories: Sequence[Trajectory], advantage: Advantage) -> list[float]:
-    groups: dict[int, list[int]] = {}
-    for index, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.key.group_id, []).append(index)
-    result = [0.0] * len(trajectories)
-    for indices in groups.values():
-        for index, value in zip(indices, group_advantages([trajectories[i].reward for i in indices], advantage), strict=True):
-            result[index] = float(value)
-    return result
-
-
-class _KnownVersions:
-    """Numbers of versions that the learner's weights descend from."""
-
-    def __init__(self, version: PolicyVersion, ancestry: Ancestry) -> None:
-        self._version = version
-        self._ancestry = ancestry
-        self._checked: dict[PolicyVersion, int] = {}
-
-    def number(self, version: PolicyVersion, trajectory: Trajectory) -> int:
-        if version not in self._checked:
-            self._check(version, trajectory)
-            self._checked[version] = version.number
-        return self._checked[version]
-
-    def _check(self, version: PolicyVersion, trajectory: Trajectory) -> None:
-        name = f"{tuple(trajectory.key)} holds tokens of version {version}, the learner is at {self._version}:"
-        if version.lineage == self._version.lineage:
-            if version.number > self._version.number:
-                raise InvariantError(f"{name} they are newer than the learner.")
-            return
-        restored_at = [number for lineage, number in self._ancestry.items() if lineage > version.lineage]
-        if version.lineage > self._version.lineage or version.lineage not in self._ancestry or version.number > min(restored_at):
-            raise InvariantError(f"{name} they are of another lineage, which a restore has undone.")

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from headrace.config import Settings
 from headrace.errors import InvariantError, ModelError
-from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, coefficients, deal_rows, micro_batches, split_minibatches, unpack, weigh
+from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, coefficients, deal_rows, micro_batches, split_minibatches, weigh
 from headrace.learner.checkpoints import load_checkpoint, load_tokenizer, save_checkpoint
 from headrace.learner.forward import Scores, SelectiveForward
 from headrace.learner.lora import Adapters, ReferenceForward
 from headrace.learner.objective import Objective, evaluate_objective
 from headrace.learner.ranks import FlatGradients, init_ranks, reduce_sum, shutdown_ranks
 from headrace.learner.record import SelectionRecord
+from headrace.learner.unpack import unpack
 from headrace.roles import WeightWriter
 from headrace.types import PolicyVersion
 from headrace.updates import Selection, UpdateResult, WeightUpdate
@@ -153,10 +154,11 @@ class LearnerRank:
         """
         started = perf_counter()
         before = self._version
-        batch = unpack(selection, before, self._ancestry, self._objective.advantage)
+        batch = self._unpack(selection)
         record = SelectionRecord(batch, device=self._device, world_size=self._world_size, has_reference=self._reference is not None)
         parts = split_minibatches(batch, self._settings.learner.num_minibatches)
-        shares = [deal_rows(batch, part, self._world_size)[self._rank] for part in parts]
+        weighing = weigh(batch, before.number)
+        shares = [deal_rows(batch, weighing, part, self._world_size)[self._rank] for part in parts]
         frozen = self._freeze(batch, shares, record)
         refusals: list[str] = []
         for _ in range(self._settings.learner.num_epochs):
@@ -203,6 +205,18 @@ class LearnerRank:
         self._version = PolicyVersion(state.version.lineage + 1 if lineage is None else lineage, state.version.number)
         self._ancestry = {**state.ancestry, self._version.lineage: self._version.number}
 
+    def _unpack(self, selection: Selection) -> Batch:
+        settings = self._settings
+        return unpack(
+            selection,
+            self._version,
+            self._ancestry,
+            self._objective.advantage,
+            context=settings.rollout.context,
+            unmarked_fraction=settings.learner.unmarked_fraction,
+            seed=settings.run.seed,
+        )
+
     def _make_reference(self, model_path: str) -> SelectiveForward | ReferenceForward:
         if self._adapters is not None:
             return ReferenceForward(self._forward, self._adapters)
@@ -213,11 +227,13 @@ class LearnerRank:
         number = self._version.number
         weighing = weigh(batch, number)
         check_weights(batch, weighing, number)
-        coefficient_of_row = coefficients(batch, weighing, part, self._objective.loss_scale, self._objective.max_tokens)
-        if not coefficient_of_row.any():
+        part_A = np.isin(batch.row_A, part)
+        update = record.begin_update(weighing, part_A)
+        trained_A = part_A & weighing.trained_A
+        if not trained_A.any():
             return None
+        coefficient_of_row = coefficients(batch, weighing, part, self._objective.loss_scale, self._objective.max_tokens)
         self._gradients.clear()
-        update = record.begin_update()
         for micro_batch in self._cut(batch, weighing, share, coefficient_of_row):
             with record.busy():
                 scores = self._scores(self._forward, micro_batch)
@@ -234,9 +250,9 @@ class LearnerRank:
         with record.busy():
             norm = self._gradients.norm() / self._loss_factor
             if not math.isfinite(norm):
-                record.refuse(update, weighing, part)
+                record.refuse(update, weighing, part_A)
                 return f"update from version {self._version}: the gradient is not finite (norm {norm})"
-            rate = self._step(norm)
+            rate = self._step(norm, staleness=float(weighing.staleness_A[trained_A].mean()))
         record.commit(update, weighing, gradient_norm=norm, learning_rate=rate)
         self._version = PolicyVersion(self._version.lineage, number + 1)
         return None
@@ -260,7 +276,8 @@ class LearnerRank:
 
     def _cut(self, batch: Batch, weighing: Weighing, share: NDArray[np.int64], coefficient_of_row: NDArray[np.float64]) -> Iterator[MicroBatch]:
         budget = self._settings.learner.micro_batch_tokens
-        return micro_batches(batch, weighing, share, coefficient_of_row, budget_tokens=budget, dtype=self._dtype, device=self._device)
+        whole = self._objective.needs_whole_trajectories
+        return micro_batches(batch, weighing, share, coefficient_of_row, budget_tokens=budget, dtype=self._dtype, device=self._device, whole=whole)
 
     def _scores(self, forward: SelectiveForward | ReferenceForward, micro_batch: MicroBatch) -> Scores:
         precision: AbstractContextManager[Any] = nullcontext()
@@ -269,12 +286,16 @@ class LearnerRank:
         with precision:
             return forward.scores(micro_batch, entropy_gradient=self._objective.entropy_coefficient > 0)
 
-    def _step(self, norm: float) -> float:
-        """Scales the gradient down to max_gradient_norm and steps. Returns the learning rate."""
+    def _step(self, norm: float, *, staleness: float) -> float:
+        """Scales the gradient down to max_gradient_norm and steps. Returns the learning rate.
+
+        `staleness`: mean over the tokens of this update. Stale data biases an update by O(staleness x learning rate), so the rate is
+        divided by 1 + slope x staleness (arXiv 2607.01083).
+        """
         scale = min(self._settings.learner.max_gradient_norm / (norm + 1e-6), 1.0) / self._loss_factor
         if scale != 1.0:
             self._gradients.flat.mul_(scale)
-        rate = learning_rate(self._settings, self._version.number)
+        rate = learning_rate(self._settings, self._version.number) / (1 + self._settings.learner.staleness_slope * staleness)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()

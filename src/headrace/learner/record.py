@@ -94,13 +94,16 @@ class SelectionRecord:
         size = len(batch.positions_A)
         self._state_A: NDArray[np.int64] = np.full(size, UNTOUCHED, dtype=np.int64)
         self._refused_A: NDArray[np.bool_] = np.zeros(size, dtype=np.bool_)
+        self._sampled_out_A: NDArray[np.bool_] = np.zeros(size, dtype=np.bool_)
         self._over_bound_A: NDArray[np.bool_] = np.zeros(size, dtype=np.bool_)
         self._sums = torch.zeros(len(Sums._fields), dtype=torch.float64)
         self._ratio_max = 0.0
         self._norms: list[float] = []
         self._learning_rate = 0.0
 
-    def begin_update(self) -> UpdateRecord:
+    def begin_update(self, weighing: Weighing, part_A: NDArray[np.bool_]) -> UpdateRecord:
+        """`part_A`: the action tokens of its minibatch."""
+        self._sampled_out_A |= part_A & weighing.eligible_A & ~weighing.trained_A
         kind = torch.float32 if self._device.type == "mps" else torch.float64
         zeros = torch.zeros(len(Sums._fields), dtype=kind, device=self._device)
         return UpdateRecord(sums=zeros, ratio_max=torch.zeros((), dtype=kind, device=self._device))
@@ -119,12 +122,10 @@ class SelectionRecord:
             self._state_A[masked_A] = np.maximum(self._state_A[masked_A], MASKED)
             self._over_bound_A[trained_A] |= weighing.over_bound_A[trained_A]
 
-    def refuse(self, update: UpdateRecord, weighing: Weighing, row_indices: NDArray[np.int64]) -> None:
+    def refuse(self, update: UpdateRecord, weighing: Weighing, part_A: NDArray[np.bool_]) -> None:
         """The update was not made: its tokens are not trained by it. The forward was paid for all the same."""
         self._sums[9] += update.sums[9].cpu()
-        for index in row_indices.tolist():
-            row = self._batch.rows[index]
-            self._refused_A[row.start : row.end] |= weighing.trained_A[row.start : row.end]
+        self._refused_A |= part_A & weighing.trained_A
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -150,7 +151,9 @@ class SelectionRecord:
         skipped = Counter(self._reason(token, state_A) for token in range(row.start, row.end) if state_A[token] < 0)
         trained_steps = over_steps = 0
         skipped_steps: Counter[str] = Counter()
-        for step in row.key_steps:
+        for step in row.steps:
+            if not step.key:
+                continue
             if (state_A[step.start : step.end] >= 0).any():
                 trained_steps += 1
                 over_steps += bool(over_A[step.start : step.end].any())
@@ -168,7 +171,9 @@ class SelectionRecord:
     def _reason(self, token: int, state_A: NDArray[np.int64]) -> str:
         if state_A[token] == MASKED:
             return "masked"
-        return "refused" if self._refused_A[token] else "stale"
+        if self._refused_A[token]:
+            return "refused"
+        return "sampled_out" if self._sampled_out_A[token] else "stale"
 
     def _statistics(self, sums: Sums, state_A: NDArray[np.int64], ratio_max: float, outcomes: tuple[MemberOutcome, ...]) -> UpdateStatistics:
         trained_A = state_A[state_A >= 0]

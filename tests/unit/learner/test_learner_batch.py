@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fakes.learner_material import make_selection, make_trajectory, mixed_trajectories
 from headrace.config import Advantage, LossScale
-from headrace.learner.batch import Batch, MicroBatch, coefficients, deal_rows, micro_batches, split_minibatches, unpack, weigh
+from headrace.learner.batch import Batch, MicroBatch, coefficients, deal_rows, micro_batches, split_minibatches, weigh
+from headrace.learner.unpack import unpack
 from headrace.types import PolicyVersion, Trajectory
 
 VERSION = 9
@@ -47,7 +48,7 @@ def any_trajectories(draw: st.DrawFn) -> list[Trajectory]:
 @given(any_trajectories(), st.integers(16, 80), st.integers(1, 3))
 def test_every_trained_token_is_packed_once_whatever_the_cut(trajectories: list[Trajectory], budget: int, world_size: int) -> None:
     batch = unpacked(trajectories)
-    shares = deal_rows(batch, np.arange(len(batch.rows)), world_size)
+    shares = deal_rows(batch, weigh(batch, VERSION), np.arange(len(batch.rows)), world_size)
     parts = [part for share in shares for part in cut(batch, share, budget)]
     packed = sorted(index for part in parts for index in part.index_N.tolist())
     expected, offset = [], 0
@@ -77,7 +78,7 @@ def test_every_trained_token_is_packed_once_whatever_the_cut(trajectories: list[
 @given(st.integers(0, 50), st.integers(1, 4))
 def test_ranks_get_all_rows_and_nearly_the_same_tokens(seed: int, world_size: int) -> None:
     batch = unpacked(mixed_trajectories(seed, groups=4, version=VERSION))
-    shares = deal_rows(batch, np.arange(len(batch.rows)), world_size)
+    shares = deal_rows(batch, weigh(batch, VERSION), np.arange(len(batch.rows)), world_size)
     assert sorted(index for share in shares for index in share.tolist()) == list(range(len(batch.rows)))
     loads = [sum(len(batch.rows[index].tokens) for index in share) for share in shares]
     assert max(loads) - min(loads) <= max(len(row.tokens) for row in batch.rows)
