@@ -30,10 +30,13 @@ class Draws(NamedTuple):
     """[R] natural log, <= 0; NaN where the row's logits held a NaN or +inf, whose token means nothing."""
 
 
-def stream_key(seed: int, key: RolloutKey, step: int) -> int:
-    """64 bits that name one action's random stream; a chain of SplitMix64 finalizers over the five numbers."""
+def stream_key(seed: int, key: RolloutKey, step: int, *more: int) -> int:
+    """64 bits that name one action's random stream; a chain of SplitMix64 finalizers over the numbers.
+
+    `more`: (round, purpose) of streams that verification uses, so that no number serves twice.
+    """
     state = 0
-    for part in (seed, *key, step):
+    for part in (seed, *key, step, *more):
         state = _mix((state ^ (part & _MASK)) + _GOLDEN & _MASK)
     return state
 
