@@ -290,6 +290,12 @@ class LearnerSettings(Section):
     micro_batch_tokens: int = Field(8192, description="Tokens, padding included, of one forward and backward.", ge=16)
     max_refused_updates: int = Field(5, description="Refused (non-finite) updates in a row that end the run.", ge=1)
 
+    @property
+    def compares_whole_trajectories(self) -> bool:
+        """The loss or the correction takes an importance ratio over all tokens of a trajectory."""
+        corrected = self.correction is Correction.SEQUENCE_MASKED or self.ratio_level is RatioLevel.SEQUENCE
+        return self.loss in (Loss.GSPO, Loss.TOPR) or (corrected and self.correction is not Correction.NONE)
+
 
 class EvaluationSettings(Section):
     every_updates: int = Field(0, description="Updates between evaluations during training; 0: only before and after.", ge=0)
@@ -401,6 +407,14 @@ class Settings(Section):
             broken.append(("learner.num_minibatches", f"a batch has only {self.pool.groups_per_batch} groups", "Use fewer minibatches or more groups."))
         if (self.learner.loss is Loss.DECOUPLED_PPO) != (self.learner.correction is Correction.DECOUPLED):
             broken.append(("learner.correction", "loss decoupled_ppo and correction decoupled belong together", "Set both or neither."))
+        if self.learner.unmarked_fraction < 1 and self.learner.compares_whole_trajectories:
+            broken.append(
+                (
+                    "learner.unmarked_fraction",
+                    "the ratio of a whole trajectory needs all its steps",
+                    "Use 1, or ratios by token (learner.ratio_level = 'token', another loss than gspo and topr).",
+                )
+            )
         if self.model.path is not None and self.model.prepare is not None:
             broken.append(("model.prepare", "model.path is set too", "Set one of them; 'none' on the command line unsets the other."))
         from_elsewhere = self.model.path is not None or self.model.prepare is not None

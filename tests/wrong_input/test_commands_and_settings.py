@@ -37,6 +37,7 @@ ROWS = [
     Wrong(did="asynchronous on shared devices", overrides=("run.placement=colocated",), says=("run.placement", "cannot sample and learn at once", "run.mode = 'sync'")),
     Wrong(did="an action as long as the trajectory", overrides=("rollout.max_action_tokens=32",), says=("rollout.max_action_tokens", "32", "below rollout.max_tokens")),
     Wrong(did="half of decoupled PPO", overrides=("learner.loss=decoupled_ppo",), says=("learner.correction", "belong together", "both or neither")),
+    Wrong(did="sampled steps under ratios of trajectories", overrides=("learner.unmarked_fraction=0.5", "learner.loss=gspo"), says=("learner.unmarked_fraction", "needs all its steps", "Use 1")),
     Wrong(did="no task.py", files={"task.py": None}, says=("task.module", "'task.py'", "Create it")),
     Wrong(did="evaluation of nothing", overrides=("evaluation.samples_per_task=0",), says=("evaluation.samples_per_task", "task.evaluate")),
 ]  # fmt: skip

@@ -37,6 +37,7 @@ BROKEN: tuple[dict[str, dict[str, Any]], ...] = (
     {"run": {"mode": "sync"}, "pool": {"verify": "all"}},
     {"pool": {"groups_per_batch": 2}, "learner": {"num_minibatches": 4}},
     {"learner": {"loss": "decoupled_ppo"}},
+    {"learner": {"unmarked_fraction": 0.5, "loss": "gspo"}},
     {"model": {"path": "m", "prepare": "task:prepare"}},
     {"model": {"path": None}},
     {"model": {"architecture": {"hidden_size": 64}, "characters": "ab"}},
