@@ -276,7 +276,7 @@ class LearnerRank:
 
     def _cut(self, batch: Batch, weighing: Weighing, share: NDArray[np.int64], coefficient_of_row: NDArray[np.float64]) -> Iterator[MicroBatch]:
         budget = self._settings.learner.micro_batch_tokens
-        whole = self._objective.needs_whole_trajectories
+        whole = self._settings.learner.compares_whole_trajectories
         return micro_batches(batch, weighing, share, coefficient_of_row, budget_tokens=budget, dtype=self._dtype, device=self._device, whole=whole)
 
     def _scores(self, forward: SelectiveForward | ReferenceForward, micro_batch: MicroBatch) -> Scores:

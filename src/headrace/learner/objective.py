@@ -16,8 +16,6 @@ from headrace.learner.losses import kl_k3, policy_loss, ppo_clip, resolve_advant
 
 WITHOUT_RATIO = frozenset({Loss.REINFORCE, Loss.RLOO})
 """Losses that have no ratio of their own."""
-OF_TRAJECTORIES = frozenset({Loss.GSPO, Loss.TOPR})
-"""Losses whose ratio is that of a whole trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +59,6 @@ class Objective:
         """The loss has a ratio and a correction stands beside it: the loss covers learner / proximal, the correction proximal /
         sampler. Without a correction the loss's ratio covers learner / sampler."""
         return self.correction is not Correction.NONE and self.loss not in WITHOUT_RATIO
-
-    @property
-    def needs_whole_trajectories(self) -> bool:
-        """A ratio is taken over all tokens of a trajectory: its input rows must lie in one micro-batch."""
-        judged = self.correction is Correction.SEQUENCE_MASKED or self.ratio_level is RatioLevel.SEQUENCE
-        return self.loss in OF_TRAJECTORIES or (judged and self.correction is not Correction.NONE)
 
 
 class ObjectiveTerms(NamedTuple):

@@ -48,11 +48,8 @@ def unpack(
     start = 0
     for member, trajectory, value in zip(members, trajectories, _advantages(selection, trajectories, advantage), strict=True):
         steps = _steps(trajectory, start, context, marked=selection.members[member].marked)
-        weights = [
-            1.0 if step.key or unmarked_fraction == 1 else inclusion_weight(seed, selection.id, trajectory.key, index, unmarked_fraction)
-            for index, step in enumerate(steps)
-        ]
-        parts.append(_Arrays(trajectory, steps, weights, known))
+        sampled = [1.0 if step.key else inclusion_weight(seed, selection.id, trajectory.key, index, unmarked_fraction) for index, step in enumerate(steps)]
+        parts.append(_Arrays(trajectory, steps, sampled, known))
         end = start + trajectory.num_action_tokens
         rows.append(
             Row(
@@ -83,6 +80,8 @@ def unpack(
 def inclusion_weight(seed: int, selection_id: int, key: RolloutKey, step: int, fraction: float) -> float:
     """1 / fraction with probability `fraction`, else 0: its expectation is 1, so that a gradient weighed by it is unbiased (Horvitz and
     Thompson 1952). Depends on nothing but its arguments: every rank, epoch and cut draws the same."""
+    if fraction == 1:
+        return 1.0
     name = f"unmarked step/{seed}/{selection_id}/{key.group_id}/{key.member}/{key.attempt}/{step}"
     drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) / 2**64
     return 1.0 / fraction if drawn < fraction else 0.0
