@@ -119,6 +119,7 @@ def make_recipe(directory: Path, row: Wrong) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if content is not None:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 

@@ -3,20 +3,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from headrace.recipe import RecipeCode
+from headrace.runtime.preflight import check_reward
 from wrong_input.rig import ENVIRONMENT, TASKS, Wrong, assert_ended_as_said, ids, run_row, scripted_runtime
 
 __all__ = ["scripted_runtime"]
 
 KIND = "RecipeError"
 LINE = '{"id": "new", "prompt": "ab?"}'
+WORDS = json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": {"type": "WordLevel", "vocab": {"ab": 0, "?": 1}, "unk_token": "?"}})
 FUNCTION = ("task.source=task:tasks",)
 
 ROWS = [
+    # what is sure before anything is started
+    Wrong(did="every prompt longer than the context", kind=KIND, files={"tasks.jsonl": TASKS.replace("ab?", "ab?" * 20)}, says=("task 't", "60 tokens", "rollout.max_tokens is 32", "shorten")),
+    Wrong(did="every chat longer than the context", kind=KIND, overrides=("model.path=path",), files={"path/config.json": "{}", "path/tokenizer.json": WORDS, "tasks.jsonl": TASKS.replace('"ab?"', '[{"role": "user", "content": "' + "ab " * 40 + '"}]').replace("prompt", "messages")}, says=("task 't", "40 tokens", "rollout.max_tokens is 32")),
+    Wrong(did="a reward that returns nothing", kind=KIND, task="def reward(task, answer):\n    pass\n", says=("task.py", "'task:reward' returns nothing", "a finite number")),
+    Wrong(did="a reward that is a text", kind=KIND, task="def reward(task, answer):\n    if answer:\n        return '1.0'\n    return ''\n", says=("'task:reward' returns a text, not a number",)),
+    Wrong(did="a reward that is a tuple", kind=KIND, task="async def reward(task, answer):\n    return 1.0, {'length': 3}\n", says=("'task:reward' returns a tuple",)),
+    Wrong(did="a reward with other arguments", kind=KIND, task="def reward(answer):\n    return 1.0\n", says=("'task:reward' cannot be called with (task, answer)", "too many positional arguments")),
     # the JSONL file
     Wrong(did="the task file does not exist", files={"tasks.jsonl": None}, says=("task.source", "'tasks.jsonl'", "No such file", "relative to the recipe")),
     Wrong(did="the task file is a directory", overrides=("task.source=.",), says=("task.source", "Is a directory")),
@@ -76,3 +87,24 @@ def test_the_same_recipe_without_the_mistake_trains(scripted_runtime: Callable[[
     assert_ended_as_said(row, ended)
     assert ended.result["num_updates"] == 3
     assert Path("run/checkpoints/update_000003").is_dir()
+
+
+def test_a_few_prompts_that_are_too_long_are_told_of_and_the_run_goes_on(
+    scripted_runtime: Callable[[], None], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    row = Wrong(did="one long prompt", exit=0, says=(), files={"tasks.jsonl": TASKS + json.dumps({"id": "long", "prompt": "ab?" * 20}) + "\n"})
+    assert_ended_as_said(row, run_row(row, capsys))
+    told = [record.getMessage() for record in caplog.records if "leaves no room" in record.getMessage()]
+    assert told == [
+        "wrong: the prompt of task 'long' (task.source) has 60 tokens and leaves no room for an answer: rollout.max_tokens is 32. "
+        "So it is with 1 of the first 11 tasks: their rollouts will fail."
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["return len(answer)", "return answer == task.data['answer']", "return task and 1.0 or None", "raise OSError('no judge')", "return [1.0][0]"],
+)
+def test_a_reward_that_may_be_a_number_is_not_refused(tmp_path: Path, body: str) -> None:
+    (tmp_path / "task.py").write_text(f"def reward(task, answer, scale=1.0):\n    def name():\n        return 'text'\n    {body}\n")
+    check_reward(RecipeCode(tmp_path / "task.py", {"scale": 2.0}), "task:reward")

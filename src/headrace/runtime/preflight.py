@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import functools
+import inspect
+import logging
+import textwrap
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from headrace.config import Settings
 from headrace.errors import RecipeError
@@ -18,6 +24,13 @@ from headrace.types import Task
 T = TypeVar("T")
 
 _NUM_NAMED = 5
+_NUM_MEASURED = 256
+"""Tasks of each kind whose prompts are measured."""
+_MAX_SPECIAL_TOKENS = 8
+
+_KINDS = {type(None): "None", ast.JoinedStr: "a text", ast.Tuple: "a tuple", ast.List: "a list", ast.ListComp: "a list", ast.Dict: "a dictionary"}
+
+logger = logging.getLogger(__name__)
 
 
 async def read_recipe(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]:
@@ -43,8 +56,11 @@ def _read(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]
     resolve_evaluate(code, settings)
     if settings.warm_start.demonstrations is not None:
         code.resolve(settings.warm_start.demonstrations)
+    if settings.task.reward is not None:
+        check_reward(code, settings.task.reward)
     if settings.task.environment is None:
         check_prompts(settings, code, [*evaluation, *training])
+        check_lengths(settings, code, training, evaluation)
     return training, evaluation
 
 
@@ -69,6 +85,116 @@ def check_prompts(settings: Settings, code: RecipeCode, tasks: Sequence[Task]) -
             f"{source}: the prompt of task '{first.id}' holds {strange[0]!r}, which is not in model.characters.",
             remedy=f"Add {''.join(strange[:20])!r} to model.characters.",
         )
+
+
+def check_reward(code: RecipeCode, reference: str) -> None:
+    """What is sure without calling it: that it takes (task, answer), and that what it returns can be a number. Raises RecipeError."""
+    function = code.resolve(reference)
+    try:
+        inspect.signature(function).bind(None, "")
+    except TypeError as error:
+        raise RecipeError(
+            f"{code.path}: '{reference}' cannot be called with (task, answer): {error}.", remedy="A reward function takes a task and the text of an answer."
+        ) from error
+    except ValueError:  # written in C: nothing can be known
+        return
+    target = function.func if isinstance(function, functools.partial) else function
+    if wrong := _never_a_number(target):
+        raise RecipeError(f"{code.path}: '{reference}' {wrong}.", remedy="A reward function returns a finite number.")
+
+
+def _never_a_number(function: Any) -> str | None:
+    """For people: what each `return` of a function gives where none can give a number; None where that is not sure."""
+    if not inspect.isfunction(function):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return None
+    if not isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef) or tree.decorator_list:
+        return None
+    inner: list[ast.AST] = [*tree.body]
+    returned: list[ast.expr | None] = []
+    while inner:
+        node = inner.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return "is a generator"
+        if isinstance(node, ast.Return):
+            returned.append(node.value)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            inner.extend(ast.iter_child_nodes(node))
+    if not returned and any(isinstance(node, ast.Raise) for node in ast.walk(tree)):
+        return None
+    kinds = [_KINDS.get(type(value)) if not isinstance(value, ast.Constant) else _constant_kind(value.value) for value in returned] or ["None"]
+    if not all(kinds):
+        return None
+    return "returns nothing" if set(kinds) == {"None"} else f"returns {kinds[0]}, not a number"
+
+
+def _constant_kind(value: object) -> str | None:
+    return "None" if value is None else "a text" if isinstance(value, str | bytes) else None
+
+
+def check_lengths(settings: Settings, code: RecipeCode, training: Sequence[Task], evaluation: Sequence[Task]) -> None:
+    """Prompts must leave room for an answer in rollout.max_tokens. Raises RecipeError when none does; some that do not are told of:
+    their rollouts will fail, which a run can live with. Without a tokenizer at hand nothing is said before the model is loaded.
+    """
+    limit = settings.rollout.max_tokens
+    for key, tasks in (("task.source", training), ("evaluation", evaluation)):
+        looked_at = tasks[:_NUM_MEASURED]
+        found = _too_long(settings, looked_at)
+        if not found:
+            continue
+        task, num_tokens = found[0]
+        text = (
+            f"{code.path.parent.name}: the prompt of task '{task.id}' ({key}) has {num_tokens} tokens and leaves no room for an answer: "
+            f"rollout.max_tokens is {limit}"
+        )
+        if len(found) == len(looked_at):
+            others = f"; so it is with all {len(found)} that were looked at" if len(found) > 1 else ""
+            raise RecipeError(f"{text}{others}.", remedy="Raise rollout.max_tokens, or shorten the prompts.")
+        logger.warning("%s. So it is with %d of the first %d tasks: their rollouts will fail.", text, len(found), len(looked_at))
+
+
+def _too_long(settings: Settings, tasks: Sequence[Task]) -> list[tuple[Task, int]]:
+    """Those among the tasks, each with the tokens of its prompt (of a chat: of its messages alone, the template adds some)."""
+    limit = settings.rollout.max_tokens
+    texts = {task.id: _texts(task) for task in tasks}
+    # no tokenizer makes more tokens than bytes, but for the few that it adds: most recipes need none to be sure
+    suspects = [task for task in tasks if sum(len(text.encode()) for text in texts[task.id]) + _MAX_SPECIAL_TOKENS >= limit]
+    count = _token_counter(settings) if suspects else None
+    if count is None:
+        return []
+    counted = ((task, sum(count(text) for text in texts[task.id])) for task in suspects)
+    return [(task, number) for task, number in counted if number >= limit]
+
+
+def _texts(task: Task) -> list[str]:
+    prompt, messages = task.data.get("prompt"), task.data.get("messages")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(messages, list | tuple):
+        return []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return [content for content in contents if isinstance(content, str)]
+
+
+def _token_counter(settings: Settings) -> Callable[[str], int] | None:
+    """Tokens of a text, where that can be known without loading or fetching a model."""
+    if settings.model.prepare is not None:
+        return None
+    if settings.model.path is None:
+        return len  # a model from scratch: one token a character
+    file = Path(settings.model.path) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # whatever is wrong with it is told with the model
+        return None
+    return lambda text: len(tokenizer.encode(text).ids)
 
 
 def check_chats(tasks: Sequence[Task], has_chat_template: bool) -> None:
