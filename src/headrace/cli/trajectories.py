@@ -31,7 +31,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     export = None if arguments.export is None else _checked_export(Path(arguments.export))
     limit = arguments.limit if arguments.limit is not None or export is not None else DEFAULT_LIMIT
     files = sorted((directory / "trajectories").glob("*.parquet"))
-    decode = _decoder(directory) if files else None
+    decode = decoder(directory) if files else None
     found = Found(files, arguments)
     shown: list[Row] = []
     if export is not None:
@@ -153,19 +153,19 @@ def _shown(tokens: list[int], decode: Decode | None) -> str:
     return decode(tokens)
 
 
-def _decoder(directory: Path) -> Decode | None:
+def decoder(directory: Path, *, special_tokens: bool = True) -> Decode | None:
     """Of the run's newest checkpoint, else of the model it started from; None where neither is there (yet)."""
     for model in _model_directories(directory):
         if (model / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
             fast = Tokenizer.from_file(str(model / "tokenizer.json"))
-            return lambda tokens: str(fast.decode(tokens, skip_special_tokens=False))
+            return lambda tokens: str(fast.decode(tokens, skip_special_tokens=not special_tokens))
         if (model / "tokenizer_config.json").is_file():
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(str(model))
-            return lambda tokens: str(tokenizer.decode(tokens))
+            return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=not special_tokens))
     return None
 
 
@@ -228,7 +228,10 @@ def _write_parquet(found: Found, path: Path, decode: Decode | None, limit: int |
         for table in found.tables():
             wanted = table.slice(0, table.num_rows if limit is None else max(0, limit - count))
             texts = [None if decode is None else decode(tokens) for tokens in wanted["tokens"].to_pylist()]
-            writer.write_table(wanted.append_column("text", pa.array(texts, type=pa.string())).cast(schema))
+            for column in schema.names[:-1]:
+                if column not in wanted.column_names:  # recorded by an older version
+                    wanted = wanted.append_column(column, pa.nulls(wanted.num_rows, schema.field(column).type))
+            writer.write_table(wanted.append_column("text", pa.array(texts, type=pa.string())).select(schema.names).cast(schema))
             count += wanted.num_rows
     return count
 

@@ -6,7 +6,7 @@ slower than the run, rows are lost and counted.
 
 `versions` are numbers of policy versions, one an action token; `staleness_*` is against the version that the learner was about to
 update from, over the action tokens, and null for what the learner never got. Indices of `action_starts` and `action_ends` are into
-`tokens`; `logprobs` and `versions` run over the action tokens in order.
+`tokens`; `logprobs` and `versions` run over the action tokens in order; `key_weights` and `step_rewards` over the steps.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ class _Columns:
         payload = row.payload
         (size,) = struct.unpack_from("<I", payload)
         header = json.loads(payload[4 : 4 + size])  # Trajectory.from_bytes checks what the pool has checked already
-        num_tokens, num_action_tokens = header["counts"]
+        num_tokens, num_action_tokens, _ = header["counts"]
         start, end = 4 + size, 4 + size + 4 * num_tokens
         lists = self._lists
         lists["tokens"].add_bytes(payload[start:end])
-        lists["logprobs"].add_bytes(payload[end:])
+        lists["logprobs"].add_bytes(payload[end : end + 4 * num_action_tokens])  # those of a verification follow
         steps = header["steps"]
         versions = array("i")
         for step in steps:
@@ -214,6 +214,7 @@ class _Columns:
         lists["action_starts"].add(step[0] for step in steps)
         lists["action_ends"].add(step[1] for step in steps)
         lists["key_steps"].add(index for index, step in enumerate(steps) if step[3] > 0)
+        lists["key_weights"].add(step[3] for step in steps)
         lists["step_rewards"].add(step[4] for step in steps)
         self._add_scalars(header, row, num_action_tokens, versions)
         self.num_rows += 1
@@ -303,5 +304,14 @@ _SCALARS = {
     "staleness_max": "int32",
 }
 # array typecode of each list column
-_LISTS = {"tokens": "i", "action_starts": "i", "action_ends": "i", "logprobs": "f", "versions": "i", "key_steps": "i", "step_rewards": "f"}
+_LISTS = {
+    "tokens": "i",
+    "action_starts": "i",
+    "action_ends": "i",
+    "logprobs": "f",
+    "versions": "i",
+    "key_steps": "i",
+    "key_weights": "f",
+    "step_rewards": "f",
+}
 COLUMNS = (*_SCALARS, *_LISTS)

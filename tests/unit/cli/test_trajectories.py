@@ -197,3 +197,15 @@ def test_half_written_file_of_a_run_that_goes_on_is_not_read(run_directory: Path
 def test_what_is_no_run_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trajectories", str(tmp_path / "nope")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_export_of_a_recording_without_a_newer_column_leaves_it_empty(run_directory: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    (old / "trajectories").mkdir(parents=True)
+    (old / "config.toml").write_text("")
+    for path in sorted((run_directory / "trajectories").glob("*.parquet")):
+        parquet.write_table(parquet.read_table(path).drop_columns(["key_weights"]), old / "trajectories" / path.name)
+    assert main(["trajectories", str(old), "--export", str(tmp_path / "out.parquet")]) == 0
+    exported = parquet.read_table(tmp_path / "out.parquet")
+    assert exported.num_rows == len(all_rows(run_directory)) and exported["key_weights"].null_count == exported.num_rows
+    assert exported["key_steps"].to_pylist() == [row["key_steps"] for row in all_rows(run_directory)]

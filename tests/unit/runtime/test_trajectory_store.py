@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from headrace.clock import run_virtual
 from headrace.config import RecordTrajectories
 from headrace.runtime import trajectory_store
 from headrace.runtime.trajectory_store import COLUMNS, TrajectoryStore
-from headrace.types import FinishedRollout, RetireReason, Trajectory
+from headrace.types import FinishedRollout, PolicyVersion, RetireReason, Trajectory, VersionSpan
 
 
 def tasks() -> list[Any]:
@@ -58,11 +59,28 @@ def test_rows_hold_exactly_what_the_learner_was_given(tmp_path: Path) -> None:
         assert row["versions"] == versions
         assert list(zip(row["action_starts"], row["action_ends"], strict=True)) == [(s.action_start, s.action_end) for s in trajectory.steps]
         assert row["key_steps"] == [index for index, step in enumerate(trajectory.steps) if step.key_weight > 0]
+        assert row["key_weights"] == [step.key_weight for step in trajectory.steps]
         assert row["step_rewards"] == [step.reward for step in trajectory.steps]
         assert row["update"] == selection.learner_version.number + 1
         assert row["staleness_mean"] == pytest.approx(sum(ages) / len(ages))
         assert row["staleness_max"] == max(ages)
         assert row["retired"] in ("trained", "skipped")
+
+
+def test_log_probabilities_of_a_verification_are_not_taken_for_those_of_the_sampler(tmp_path: Path) -> None:
+    run, _ = recorded_run(tmp_path / "run")
+    drawn = next(member for member in run.learner.selections[0].members if Trajectory.from_bytes(member.payload).num_action_tokens > 1)
+    trajectory = Trajectory.from_bytes(drawn.payload)
+    start = trajectory.steps[0].action_start
+    span = VersionSpan(version=PolicyVersion(0, 9), start=start, end=start + 1)
+    verified = dataclasses.replace(trajectory, verified_spans=(span,), verified_logprobs=(-9.0,), round=1)
+    store = TrajectoryStore(tmp_path / "t", record=RecordTrajectories.ALL)
+    for each in (verified, trajectory):
+        key = trajectory.key._replace(member=each.round)
+        store.finished(FinishedRollout(summary=dataclasses.replace(drawn.summary, key=key), payload=dataclasses.replace(each, key=key).to_bytes()))
+        store.retired(key, RetireReason.EXPIRED)
+    store.close()
+    assert [row["logprobs"] for row in rows(tmp_path / "t")] == [pytest.approx(trajectory.sampler_logprobs)] * 2
 
 
 def test_trained_tokens_of_the_rows_are_those_of_the_ledger(tmp_path: Path) -> None:
