@@ -146,7 +146,8 @@ class ServedModel:
         limit = getattr(config, "max_position_embeddings", None)
         if isinstance(limit, int) and max_context_tokens > limit:
             raise ModelError(
-                f"{self.path}: the context of {max_context_tokens} tokens exceeds the model's {limit} positions.", remedy="Lower rollout.max_tokens."
+                f"{self.path}: the context of {max_context_tokens} tokens exceeds the model's {limit} positions.",
+                remedy="Lower rollout.max_tokens, or raise model.architecture.max_position_embeddings of a model from scratch.",
             )
         rope = getattr(config, "rope_parameters", None) or {}
         for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
