@@ -7,12 +7,13 @@ from pathlib import Path
 
 from headrace.cli import interrupts
 from headrace.cli.output import Output
+from headrace.cli.runs import named_path
 from headrace.config_loading import load_settings
 from headrace.errors import ConfigError, Problem
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
-    checkpoint, run = find_checkpoint(Path(arguments.checkpoint))
+    checkpoint, run = find_checkpoint(named_path(arguments.checkpoint, key="CHECKPOINT_OR_RUN", limit="a Hugging Face model directory or a run"))
     recipe = arguments.recipe
     if recipe is None:
         if run is None or not (run / "config.toml").is_file():
@@ -57,7 +58,7 @@ def find_checkpoint(given: Path) -> tuple[Path, Path | None]:
         raise ConfigError([Problem(key="CHECKPOINT_OR_RUN", value=str(given), message=f"Run '{given}' holds no checkpoint.", remedy="Let it run on.")])
     model = model_directory(given)
     if model is None:
-        what = "holds no config.json" if given.is_dir() else "does not exist"
+        what = "holds no config.json" if given.is_dir() else "does not exist" if not given.exists() else "is not a directory"
         remedy = "Give a Hugging Face model directory or a run directory."
         raise ConfigError([Problem(key="CHECKPOINT_OR_RUN", value=str(given), message=f"'{given}' {what}.", remedy=remedy)])
     run = next((parent.parent for parent in given.resolve().parents if parent.name == "checkpoints"), None)

@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 
 from headrace.cli.output import Output
+from headrace.cli.runs import named_path
 from headrace.errors import ConfigError, Problem, RunDirectoryError
 from headrace.report.page import write_report
 from headrace.report.trace import write_trace
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
-    directories = [Path(run) for run in dict.fromkeys(arguments.runs)]
+    directories = [named_path(run) for run in dict.fromkeys(arguments.runs)]
     out = Path(arguments.out) if arguments.out else directories[0] / "report.html"
     for key, given in (("--out", out), ("--trace", Path(arguments.trace) if arguments.trace else None)):
         if given is not None and given.is_dir():

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from headrace.cli.evaluate import find_checkpoint
 from headrace.cli.output import Output
-from headrace.cli.watch import find_run
+from headrace.cli.runs import find_run
 from headrace.errors import ConfigError, Problem
 
 Row = dict[str, Any]

@@ -6,20 +6,17 @@ import argparse
 import shutil
 import threading
 import time
-import tomllib
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
 from headrace.cli.output import Output
-from headrace.errors import ConfigError, Problem
+from headrace.cli.runs import CONFIG, EVENTS, find_run, run_settings
 from headrace.events import EventFollower
 from headrace.report.watch import WatchState, frame
 
 REDRAW_SECONDS = 0.5
-EVENTS, CONFIG = "events.jsonl", "config.toml"
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
@@ -41,7 +38,7 @@ class Watching:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.state = WatchState(_settings(directory / CONFIG))
+        self.state = WatchState(run_settings(directory / CONFIG))
         self._follower = EventFollower(directory / EVENTS)
 
     def read(self) -> None:
@@ -56,26 +53,6 @@ class Watching:
             return max(0.0, time.time() - (self.directory / EVENTS).stat().st_mtime)
         except OSError:
             return 0.0
-
-
-def find_run(given: str) -> Path:
-    """The directory of a run, which may be one that is just starting. Raises ConfigError, saying what lies there, for anything else."""
-    path = Path(given)
-    if not path.exists() and (Path("runs") / given).is_dir():
-        path = Path("runs") / given
-    if (path / EVENTS).is_file() or (path / CONFIG).is_file():
-        return path.resolve()
-    what = f"is no run directory: it holds no {EVENTS}" if path.is_dir() else "is a file, not a run directory" if path.exists() else "does not exist"
-    remedy = "Give the directory that 'headrace run' names in its first line."
-    raise ConfigError([Problem(key="RUN", value=given, limit="a run directory", message=f"'{given}' {what}.", remedy=remedy)])
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """Of the run; empty where they cannot be read, which a frame can do without."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def _live(watching: Watching, console: Console) -> None:
