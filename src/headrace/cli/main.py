@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_compare_arguments(command("compare", "hold arms of a recipe against each other: asynchronous against synchronous"))
 
     evaluate = command("eval", "evaluate a checkpoint on a recipe's evaluation tasks")
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", help="a Hugging Face directory, or a run directory (its newest checkpoint)")
+    evaluate.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", help="a Hugging Face directory, or a run (its newest checkpoint)")
     evaluate.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
     evaluate.add_argument("--recipe", metavar="RECIPE", help=f"{_RECIPE_HELP} (default: the config.toml of the run)")
 
@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="print one frame and end (so does --json, and output that is no terminal)")
     _add_trajectories_arguments(command("trajectories", "browse and export what a run sampled"))
 
+    _add_mark_arguments(command("mark", "show which recorded steps a rule would mark as key, before a run is spent on it"))
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")
     return parser
@@ -106,7 +107,7 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
 
 
 def _add_report_arguments(report: argparse.ArgumentParser) -> None:
-    report.add_argument("runs", metavar="RUN", nargs="+", help="a run directory; runs with equal settings but for the seed become one curve with a band")
+    report.add_argument("runs", metavar="RUN", nargs="+", help=f"{_RUN_HELP}; runs with equal settings but for the seed become one curve with a band")
     report.add_argument("--out", metavar="FILE", help="where the page goes (default: report.html in the first RUN)")
     report.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
 
@@ -120,6 +121,16 @@ def _add_trajectories_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", action="store_true", help="only with key steps")
     parser.add_argument("--limit", metavar="N", type=_count, help="at most so many (default: 10; all in an export)")
     parser.add_argument("--export", metavar="FILE", help="write them to FILE.parquet or FILE.jsonl, with their text")
+
+
+def _add_mark_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    parser.add_argument(
+        "--rule", metavar="RULE", action="append", help="observation:REGEX, action:REGEX, tool:NAME or reward:nonzero|positive|negative; several times"
+    )
+    parser.add_argument("--function", metavar="task:NAME", help="a marking function of the run's recipe")
+    parser.add_argument("--min-advantage", metavar="N", type=float, help="trajectories so many standard deviations from the mean of their group")
+    parser.add_argument("--limit", metavar="N", type=_count, help="examples shown (default: 3)")
 
 
 def _count(given: str) -> int:
