@@ -6,6 +6,8 @@
                waits for: the worker                                           woken by: its messages
     learn      takes: a batch from the pool                                    gives: updates; announces weights; retires
                waits for: the pool, the learner                                woken by: additions, results
+    verify     takes: aged rollouts that are about to be served                gives: them back to their workers; says what left
+               waits for: the pool                                             woken by: whatever changes in the pool
     evaluate   takes: a version that is due                                    gives: evaluations
                waits for: learn                                                woken by: updates
 
@@ -24,18 +26,17 @@ from pathlib import Path
 
 from headrace import events as ev
 from headrace.clock import Waits, now
-from headrace.config import Settings
-from headrace.errors import DivergedError, NoProgressError, first_error
+from headrace.config import Settings, Verify
+from headrace.errors import first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
+from headrace.setbacks import Setbacks
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
 from headrace.updates import Selection, UpdateResult
 
 _WATCHDOG_SECONDS = 10.0
 _LEVELS_SECONDS = 1.0
-_FAILED_GROUPS = 4
-"""Failures in a row end a run only when they come from so many groups: one bad task with a large group must not (case 4)."""
 
 
 @dataclass(slots=True)
@@ -75,7 +76,11 @@ class Conductor:
         self.settings = settings
         self.source, self.learner, self.evaluator = roles.source, roles.learner, roles.evaluator
         self.recorder = recorder
-        self.pool = ExperiencePool(settings, on_retire=None if recorder is None else lambda member: recorder.retired(member.key, member.reason))
+        self.pool = ExperiencePool(
+            settings,
+            on_retire=None if recorder is None else lambda member: recorder.retired(member.key, member.reason),
+            on_pace=lambda paced, wait_seconds: events.emit(ev.Paced.of(paced, wait_seconds=wait_seconds)),
+        )
         self.waits = Waits()
         self.sampling, self.evaluation_sampling = sampling, evaluation_sampling
         self.evaluation_tasks = evaluation_tasks
@@ -86,10 +91,7 @@ class Conductor:
         self._states = {worker.name: WorkerState(worker, self.learner.version) for worker in roles.workers}
         self._changed = asyncio.Condition()
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
-        self._failed_in_a_row = 0
-        self._failed_groups: set[int] = set()
-        self._empty_in_a_row = 0
-        self._refused_in_a_row = 0
+        self._setbacks = Setbacks(settings)
         self._levels_due = 0.0
 
     async def run(self) -> None:
@@ -101,6 +103,8 @@ class Conductor:
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(self._collect(state)) for state in self._states.values()]
                 background += [group.create_task(self._roll_out()), group.create_task(self._watch_waits())]
+                if self.settings.pool.verify is not Verify.OFF:
+                    background.append(group.create_task(self._verify()))
                 evaluating = group.create_task(self._evaluate_when_due())
                 await self._learn()
                 self.events.emit(ev.TimedWindow(phase="end"))
@@ -158,7 +162,8 @@ class Conductor:
             )
             self.events.emit(ev.SelectionTaken.of(selection, wait_seconds=now() - started))
             if not selection.members:
-                self._count_empty(selection)
+                self.pool.retire(selection, None)
+                self._setbacks.empty(self.pool.reward_mean(selection))
                 continue
             sent = now()
             result = await self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
@@ -172,6 +177,16 @@ class Conductor:
             self.pool.retire(selection, result)
             self._note_update(selection, result, away_seconds=learned - sent, finished_seconds_ago=now() - learned)
             await self._after_update(result)
+
+    async def _verify(self) -> None:
+        while True:
+            change = self.pool.next_change()
+            for name, keys in self.pool.due_for_verification().items():
+                self.events.emit(ev.VerificationAsked(role=name, rollouts=len(keys)))
+                await self._states[name].worker.verify(keys)
+            for name, left in self.pool.take_forgotten().items():
+                await self._states[name].worker.forget(left)
+            await change.wait()
 
     async def _evaluate_when_due(self) -> None:
         while (version := await self._due.get()) is not _END:
@@ -213,19 +228,10 @@ class Conductor:
         if self.recorder is not None:
             self.recorder.finished(finished)
         result = self.pool.add(finished, worker=state.worker.name)
-        self.events.emit(ev.RolloutFinished.of(summary, role=state.worker.name))
-        if not summary.failed:
-            self._failed_in_a_row = 0
-            self._failed_groups.clear()
-            return
-        self.events.emit(ev.RolloutFailed.of(summary, role=state.worker.name, retried=result.retry is not None))
-        self._failed_in_a_row += 1
-        self._failed_groups.add(summary.key.group_id)
-        if self._failed_in_a_row >= self.settings.run.max_failed_rollouts_in_a_row and len(self._failed_groups) >= _FAILED_GROUPS:
-            raise NoProgressError(
-                f"{self._failed_in_a_row} rollouts in a row failed; the last was task '{summary.task_id}': {summary.end_reason}: {summary.error}.",
-                remedy="Mend the environment or reward, or raise run.max_failed_rollouts_in_a_row.",
-            )
+        self.events.emit((ev.RolloutVerified if result.verified else ev.RolloutFinished).of(summary, role=state.worker.name))
+        if summary.failed:
+            self.events.emit(ev.RolloutFailed.of(summary, role=state.worker.name, retried=result.retry is not None))
+        self._setbacks.came_back(summary)
         if result.retry is not None:
             await state.worker.start([self._request(result.retry, result.task)])
 
@@ -276,6 +282,7 @@ class Conductor:
         state.version, state.room, state.in_flight = report.version, report.room, report.in_flight
         state.longest_wait = report.longest_wait
         self.pool.observe(sampler_version=self._oldest_version())
+        self.pool.observe_worker(state.worker.name, version=report.version, parked=report.parked)
         if report.activity is not None:
             self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity, longest_wait=report.longest_wait))
         if now() >= self._levels_due:
@@ -283,26 +290,11 @@ class Conductor:
             self.events.emit(ev.PoolLevels.of(self.pool.statistics(), waits=self.waits.current()))
 
     def _note_update(self, selection: Selection, result: UpdateResult, **seconds: float) -> None:
-        self._empty_in_a_row = 0
         version = result.version_after
         self.events.emit(ev.Updated.of(selection, result, reward_mean=self.pool.reward_mean(selection), **seconds))
         self.pool.ledger.check()
         self.events.emit(ev.LedgerClosed(ledger=self.pool.ledger.snapshot(at_update=version.number, lineage=version.lineage)))
-        self._refused_in_a_row = self._refused_in_a_row + 1 if version == result.version_before else 0
-        if self._refused_in_a_row >= self.settings.learner.max_refused_updates:
-            raise DivergedError(
-                f"{self._refused_in_a_row} updates in a row were refused: {result.refused}",
-                remedy="Lower learner.learning_rate or pool.max_staleness, or start from an earlier checkpoint.",
-            )
-
-    def _count_empty(self, selection: Selection) -> None:
-        self.pool.retire(selection, None)
-        self._empty_in_a_row += 1
-        if self._empty_in_a_row >= self.settings.run.max_empty_batches:
-            raise NoProgressError(
-                f"{self._empty_in_a_row} batches in a row held no group with different rewards (mean of the last: {self.pool.reward_mean(selection):.3g}).",
-                remedy="The policy has solved the tasks or never solves one: change the tasks, rollout.temperature or rollout.group_size.",
-            )
+        self._setbacks.updated(result)
 
     # --- small things ------------------------------------------------------------------------------------------------------
 

@@ -98,6 +98,33 @@ class RolloutFinished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutVerified(RolloutFinished):
+    """A rollout that had finished before came back from a verification: its numbers now. `role` is the worker."""
+
+    name: ClassVar[str] = "rollout_verified"
+    round: int = 0
+    """Verifications so far."""
+    refreshed: int = 0
+    """Tokens that were cut off."""
+    refreshed_keys: int = 0
+    """Key steps cut."""
+
+    @classmethod
+    def of(cls, summary: TrajectorySummary, *, role: str) -> RolloutVerified:
+        base = RolloutFinished.of(summary, role=role)
+        numbers = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+        return cls(**numbers, round=summary.round, refreshed=summary.refreshed_tokens, refreshed_keys=summary.refreshed_key_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationAsked(Event):
+    """`role` is the worker: it checks so many finished rollouts under its weights before they are trained."""
+
+    name: ClassVar[str] = "verification_asked"
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFailed(Event):
     """Names the task and the error, beside RolloutFinished."""
 
@@ -250,6 +277,26 @@ _LEVELS = tuple(field.name for field in dataclasses.fields(PoolLevels) if field.
 _LASTING_SECONDS = 1.5
 _MAX_WAITS = 4
 _MAX_TEXT = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced(Event):
+    """A judgement of the pace (pool.pace_key_steps): how many groups may be outstanding from now on, and why."""
+
+    name: ClassVar[str] = "paced"
+    limit_groups: int
+    max_groups: int
+    """Without pace."""
+    over_share: float
+    """Of the key steps judged, those trained over max_key_staleness."""
+    reason: str
+    wait_seconds: float
+    """What pace has cost so far: workers had room and admission without pace too."""
+
+    @classmethod
+    def of(cls, paced: Any, *, wait_seconds: float) -> Paced:
+        """`paced` is a pool.pacing.Paced."""
+        return cls(limit_groups=paced.limit_groups, max_groups=paced.max_groups, over_share=paced.over_share, reason=paced.reason, wait_seconds=wait_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

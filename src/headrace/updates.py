@@ -15,6 +15,10 @@ class SelectedMember:
     marked: bool = False
     """The whole member is key, each of its steps (marks.min_advantage); decided when its group was complete."""
 
+    @property
+    def num_key_steps(self) -> int:
+        return self.summary.num_steps if self.marked else self.summary.num_key_steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:

@@ -1,54 +1,157 @@
-"""What the pool holds of one group: who is out, who came back, how old its tokens are."""
+"""What the pool holds of one group: who is out, who came back, who is with the learner, how old its tokens are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace.types import EndReason, FinishedRollout, RolloutKey, Task, TrajectorySummary
+from headrace.types import EndReason, FinishedRollout, RetireReason, RolloutKey, Task, TrajectorySummary
 
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """A view over its members; every member is in exactly one of `in_flight`, `finished`, or failed for good."""
+    """A view over its members. Every member is in exactly one of `in_flight`, `verifying`, `finished`, `taken`, or has left: retired
+    after a batch, or failed for good.
+
+    Batches count *slots*, one an issued member: a member that failed for good fills one in the batch in which its group is served
+    next (`lost`), so failures cannot starve the learner.
+    """
 
     group_id: int
     task: Task
     size: int
-    """Issued members; the group fills this much of a batch whatever becomes of them."""
+    """Issued members."""
+    quorum: int
+    """Good members at which it may be served; `size`: only when nobody is out."""
     sampler_version: int
     """No token of the group is older: the oldest weights in use when it was reserved."""
     in_flight: dict[int, int]
     """Member -> attempt."""
     issued_seconds: dict[int, float]
-    """Member -> when the attempt in flight was handed out."""
+    """Member -> when the attempt in flight, or the verification, was handed out."""
     finished: dict[int, FinishedRollout] = field(default_factory=dict)
+    """Back and not taken."""
+    verifying: dict[int, FinishedRollout] = field(default_factory=dict)
+    """With their worker again; what it delivered before is kept and stands if the worker is lost."""
+    taken: dict[int, FinishedRollout] = field(default_factory=dict)
+    """With the learner."""
+    taken_slots: int = 0
+    """Of the batches that the learner has."""
+    lost: int = 0
+    """Failed for good and counted in no batch yet."""
+    workers: dict[int, str] = field(default_factory=dict)
+    """Member -> the worker that delivered it and can verify it."""
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Of every good member known, those trained already included; a member that is verified has none meanwhile."""
+    marked: set[int] = field(default_factory=set)
+    """Members that are key as a whole (marks.min_advantage)."""
+    signal: bool = False
+    """The rewards known give some advantage."""
+    released: bool = False
+    """Some members were served: those still out are late, and served as they come."""
+    reasons: dict[RetireReason, str] = field(default_factory=dict)
+    """How members retired -> why the first of them was skipped."""
     oldest_unmarked: int | None = None
-    """Version of the oldest unmarked token that came back; None without one."""
+    """Version of the oldest unmarked token in `finished` and `verifying`; None without one."""
+    key_versions: frozenset[int] = frozenset()
+    """Of the key tokens in `finished` and `verifying`."""
     completion: int = -1
-    """Rank in the order in which groups became complete; -1 before."""
+    """Rank in the order in which groups became ready; -1 before."""
 
     @property
     def ready(self) -> bool:
-        """Nobody is out and somebody survived."""
-        return not self.in_flight and bool(self.finished)
+        """May be served: somebody is there, nobody is being verified, and nobody is out unless a quorum with signal is there.
+
+        A quorum without signal waits for the others: they may bring it.
+        """
+        return bool(self.finished) and not self.verifying and self._enough
+
+    @property
+    def prepared(self) -> bool:
+        """Ready, or would be if those that are being verified were back."""
+        return bool(self.finished or self.verifying) and self._enough
+
+    @property
+    def _enough(self) -> bool:
+        return not self.in_flight or self.released or (self.signal and len(self.rewards) + len(self.verifying) >= self.quorum)
+
+    @property
+    def waiting(self) -> bool:
+        """Some member still has to be served."""
+        return bool(self.in_flight or self.verifying or self.finished)
+
+    @property
+    def ready_slots(self) -> int:
+        """What it fills of a batch as it is."""
+        return len(self.finished) + self.lost
+
+    @property
+    def waiting_slots(self) -> int:
+        """What it will fill of batches to come, at most."""
+        return len(self.in_flight) + len(self.verifying) + len(self.finished) + self.lost
 
     @property
     def oldest_possible(self) -> int | None:
-        """Lower bound on the version of every unmarked token the group holds or may still get."""
+        """Lower bound on the version of every unmarked token that is not taken yet."""
         if not self.in_flight:
             return self.oldest_unmarked
         return self.sampler_version if self.oldest_unmarked is None else min(self.sampler_version, self.oldest_unmarked)
 
-    def keys_in_flight(self) -> list[RolloutKey]:
-        return [RolloutKey(self.group_id, member, attempt) for member, attempt in self.in_flight.items()]
+    @property
+    def has_key_steps(self) -> bool:
+        """Among the members that are there."""
+        return bool(self.marked & self.finished.keys()) or any(one.summary.num_key_steps for one in self.finished.values())
 
-    def accept(self, finished: FinishedRollout) -> None:
+    def key_steps(self, member: int, summary: TrajectorySummary) -> int:
+        return summary.num_steps if member in self.marked else summary.num_key_steps
+
+    def accept(self, finished: FinishedRollout, worker: str) -> None:
         """A good trajectory came back."""
-        unmarked = [count.version.number for count in finished.summary.versions if count.unmarked]
+        member = finished.summary.key.member
+        self.finished[member] = finished
+        self.workers[member] = worker
+        self.rewards[member] = finished.summary.reward
+        self._see(member, finished)
+
+    def send_back(self, member: int, time: float) -> FinishedRollout:
+        """It is verified: its worker has it again, and the mark that its reward gave it is open again."""
+        finished = self.verifying[member] = self.finished.pop(member)
+        self.issued_seconds[member] = time
+        del self.rewards[member]
+        self.marked.discard(member)
+        self.refresh()
+        return finished
+
+    def take(self, slots: int) -> tuple[int, ...]:
+        """At most so many slots go to the learner: finished members in order, then lost ones. Returns the members."""
+        members = tuple(sorted(self.finished)[:slots])
+        for member in members:
+            self.taken[member] = self.finished.pop(member)
+        self.lost -= min(self.lost, slots - len(members))
+        self.taken_slots += slots
+        self.leave()
+        return members
+
+    def leave(self) -> None:
+        """Some or all of `finished` left: what comes later has a rank of its own."""
+        self.released = True
+        if not self.finished:
+            self.completion = -1
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the versions anew: a member left, or one is key now."""
+        self.oldest_unmarked, self.key_versions = None, frozenset()
+        for members in (self.finished, self.verifying):
+            for member, finished in members.items():
+                self._see(member, finished)
+
+    def _see(self, member: int, finished: FinishedRollout) -> None:
+        key = member in self.marked
+        unmarked = [count.version.number for count in finished.summary.versions if count.unmarked and not key]
         if unmarked:
             oldest = min(unmarked)
             self.oldest_unmarked = oldest if self.oldest_unmarked is None else min(oldest, self.oldest_unmarked)
-        self.finished[finished.summary.key.member] = finished
+        self.key_versions |= {count.version.number for count in finished.summary.versions if count.key or (key and count.unmarked)}
 
 
 def lost_rollout(key: RolloutKey, task: Task) -> FinishedRollout:

@@ -9,7 +9,11 @@ Three sources that know nothing of each other meet here, so that the check can f
 * `pooled` and `in flight` are counted anew from what the pool really holds; tokens in flight are what workers drew and did not
   deliver, so they must be 0 as soon as no rollout is out.
 
-A trajectory here is one attempt (a retried member counts twice, once as failed); evaluation is kept apart.
+A trajectory here is one attempt (a retried member counts twice, once as failed); evaluation is kept apart. A trajectory that is
+verified goes back to its worker and is in flight until it comes again; what the verification cut off is then skipped.refreshed.
+
+Key steps are offered when they are delivered, those of members that are key as a whole (marks.min_advantage) when their group is ready.
+A group without signal has advantage 0: its key steps have no gradient, so they are skipped.filtered, never trained.
 """
 
 from __future__ import annotations
@@ -31,9 +35,12 @@ class Contents:
     groups_pooled: int
     """Complete, or taken and not retired."""
     trajectories_in_flight: int
+    """Those that are being verified included."""
     trajectories_pooled: int
     tokens_pooled: int
     key_steps_pooled: int
+    key_steps_in_flight: int
+    """Of what is being verified, as it was delivered; what other rollouts in flight will hold is unknown."""
 
 
 @dataclass(slots=True)
@@ -165,25 +172,53 @@ class Ledger:
         self._delivered[worker] += summary.num_action_tokens + summary.discarded_tokens
         self._key_steps.generated += summary.num_key_steps
         if summary.failed:
-            reason = str(summary.end_reason)
-            self._tokens.book(RetireReason.FAILED, summary.num_action_tokens + summary.discarded_tokens, reason)
-            self._trajectories.book(RetireReason.FAILED, 1, reason)
-            self._key_steps.book(RetireReason.FAILED, summary.num_key_steps, reason)
+            self._book_failure(summary, summary.num_action_tokens + summary.discarded_tokens)
         else:
             self._tokens.book(RetireReason.FAILED, summary.discarded_tokens, "aborted")
+
+    def _book_failure(self, summary: TrajectorySummary, num_tokens: int) -> None:
+        reason = str(summary.end_reason)
+        self._tokens.book(RetireReason.FAILED, num_tokens, reason)
+        self._trajectories.book(RetireReason.FAILED, 1, reason)
+        self._key_steps.book(RetireReason.FAILED, summary.num_key_steps, reason)
+
+    def sent_back(self, summary: TrajectorySummary, worker: str) -> None:
+        """Its worker has it again, to verify it: its tokens are in flight."""
+        self._delivered[worker] -= summary.num_action_tokens
+
+    def restored(self, summary: TrajectorySummary, worker: str) -> None:
+        """The worker was lost over it: what had been delivered stands."""
+        self._delivered[worker] += summary.num_action_tokens
+
+    def redelivered(self, summary: TrajectorySummary, before: TrajectorySummary, worker: str) -> None:
+        """A verified trajectory came again, failed or not; `before` is how it was sent back."""
+        discarded = summary.discarded_tokens - before.discarded_tokens
+        self._delivered[worker] += summary.num_action_tokens + discarded + summary.refreshed_tokens
+        _add(self._tokens.skipped, "refreshed", summary.refreshed_tokens)
+        _add(self._kind(summary.task_kind).skipped_tokens, "refreshed", summary.refreshed_tokens)
+        self._key_steps.generated += summary.num_key_steps + summary.refreshed_key_steps - before.num_key_steps
+        _add(self._key_steps.skipped, "refreshed", summary.refreshed_key_steps)
+        if summary.failed:
+            self._book_failure(summary, summary.num_action_tokens + discarded)
+        else:
+            self._tokens.book(RetireReason.FAILED, discarded, "aborted")
+
+    def marked(self, num_steps: int) -> None:
+        """So many more steps are key; negative: a mark is open again."""
+        self._key_steps.generated += num_steps
 
     def member_failed(self, kind: str) -> None:
         """A member used up its attempts (the attempts themselves are booked when they come back)."""
         self._kind(kind).retired[RetireReason.FAILED] += 1
 
-    def dropped(self, summary: TrajectorySummary, reason: RetireReason) -> None:
-        """A good trajectory left unseen by the learner: expired, filtered or void, as a whole."""
+    def dropped(self, summary: TrajectorySummary, reason: RetireReason, key_steps: int) -> None:
+        """A good trajectory left untrained: expired, filtered or void, as a whole."""
         self._tokens.book(reason, summary.num_action_tokens)
         self._trajectories.book(reason, 1)
         if reason is RetireReason.VOID:
-            self._key_steps.book(reason, summary.num_key_steps)
+            self._key_steps.book(reason, key_steps)
         else:  # key steps know no class of their own for these
-            self._key_steps.book(RetireReason.SKIPPED, summary.num_key_steps, str(reason))
+            self._key_steps.book(RetireReason.SKIPPED, key_steps, str(reason))
         self._kind(summary.task_kind).retired[reason] += 1
 
     def learned(self, summary: TrajectorySummary, spent: Spent) -> None:
@@ -250,8 +285,7 @@ class Ledger:
             "tokens": self._tokens.classes(held.tokens_pooled, sum(self._reported.values()) - self._delivered.total()),
             "trajectories": self._trajectories.classes(held.trajectories_pooled, held.trajectories_in_flight),
             "groups": self._groups.classes(held.groups_pooled, held.groups_in_flight),
-            # what a rollout in flight will hold is unknown: its key steps are offered when it is delivered
-            "key_steps": self._key_steps.classes(held.key_steps_pooled, 0),
+            "key_steps": self._key_steps.classes(held.key_steps_pooled, held.key_steps_in_flight),
         }
 
     def _faults(self, units: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,10 +1,14 @@
 """The experience pool: reserve -> add -> take -> retire, per member. What was started, what came back, what may be trained.
 
-* A group takes its place in the admission when it is reserved and gives it back when its last member is retired, exactly once
-  each (I5). Admission never exceeds `admission.max_outstanding_groups`.
+* A member takes its place in the admission when its group is reserved and gives it back when it is retired, exactly once each (I5).
+  Admission never exceeds `admission.max_outstanding_groups` (parked and late members: see there).
 * Batches count *issued* members: a group that lost a member still fills its place, so failures cannot starve the learner.
-* `take` under drop_group or wait returns no unmarked token over max_staleness; under skip_tokens the learner's own check, made
-  against its version at that moment, is what guarantees I6.
+* With a quorum a group may be served before its last members are back; those are served as they come, the group retires after the last.
+* `take` under drop_group or wait returns no unmarked token over max_staleness, except beside key steps; under skip_tokens the learner's
+  own check, made against its version at that moment, is what guarantees I6.
+* No key step is dropped: a group that holds one is not expired or refilled but served. Without signal it fills the batch as filtered,
+  not trained (its gradient is 0), and its key steps count as skipped.filtered.
+* Members that are due for verification go back to their workers first (pool/verification.py).
 * Nothing here holds a lock or a thread: every change happens between two awaits, so a cancelled reserve or take loses nothing.
 
 Payloads stay opaque bytes.
@@ -13,8 +17,9 @@ Payloads stay opaque bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 
 from headrace.clock import now
 from headrace.config import NoSignal, OnExpiry, Settings
@@ -23,13 +28,18 @@ from headrace.pool import admission
 from headrace.pool.group import Group, lost_rollout
 from headrace.pool.ledger import Contents, Ledger, Spent
 from headrace.pool.outcomes import account
-from headrace.pool.selection import Chooser, has_signal
+from headrace.pool.pacing import Pace, Paced
+from headrace.pool.selection import Chooser, Piece, has_signal
 from headrace.pool.statistics import PoolStatistics, describe_wait, measure
+from headrace.pool.verification import Verification
 from headrace.types import EndReason, FinishedRollout, PolicyVersion, RetireReason, RolloutKey, Task, TrajectorySummary
 from headrace.updates import SelectedMember, Selection, UpdateResult
 
 # Trying again cannot help: the same prompt stays too long, the run has ended.
 _NOT_RETRIED = frozenset({EndReason.PROMPT_TOO_LONG, EndReason.CANCELLED})
+
+
+_BEST_FIRST = (RetireReason.TRAINED, RetireReason.SKIPPED, RetireReason.FILTERED, RetireReason.EXPIRED, RetireReason.VOID)
 
 
 class PoolClosedError(HeadraceError):
@@ -55,6 +65,8 @@ class AddResult:
     """Roll this out again; None: the member came back for good, or failed for good."""
     group_complete: bool
     """No member of its group is out any more."""
+    verified: bool = False
+    """It had been delivered before and came back from a verification."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +83,39 @@ class _Taken:
     """A batch that the learner has."""
 
     selection: Selection
-    groups: list[Group]
+    pieces: list[tuple[Piece, tuple[int, ...]]]
+    """With the members that each holds."""
     trains_from: int
     """Number of the version it is trained from: with an earlier batch still out, the version after that one."""
 
 
 class ExperiencePool:
-    """One event loop, no threads. `on_retire` hears of every retirement."""
+    """One event loop, no threads. `on_retire` hears of every retirement, `on_pace` of every judgement of the pace."""
 
-    def __init__(self, settings: Settings, *, on_retire: Callable[[Retirement], None] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, on_retire: Callable[[Retirement], None] | None = None, on_pace: Callable[[Paced, float], None] | None = None
+    ) -> None:
+        """`on_pace` also gets the seconds that `reserve` has waited because of the pace so far."""
         self._settings = settings
         self._group_size = settings.rollout.group_size
         self._updates_per_batch = settings.updates_per_batch
         self._max_outstanding = admission.max_outstanding_groups(settings)
-        self._chooser = Chooser.of(settings)
-        self._on_retire = on_retire
-        self._open: dict[int, Group] = {}  # in reservation order, not taken yet
+        self._spares_long_ones = admission.spares_long_ones(settings)
+        self._verification = Verification(settings)
+        self._chooser = Chooser.of(settings, self._verification)
+        self._pace: Pace | None = None
+        if settings.pool.pace_key_steps:
+            self._pace = Pace(
+                max_groups=self._max_outstanding,
+                groups_per_batch=settings.pool.groups_per_batch,
+                updates_per_batch=settings.updates_per_batch,
+                max_key_staleness=settings.pool.max_key_staleness,
+            )
+        self.pace_wait_seconds = 0.0
+        self._on_retire, self._on_pace = on_retire, on_pace
+        self._groups: dict[int, Group] = {}  # in reservation order, not retired yet
         self._taken: dict[int, _Taken] = {}
+        self._parked: dict[str, frozenset[RolloutKey]] = {}  # by worker
         self._next_group = self._next_selection = self._next_completion = 0
         self._learner_version = self._sampler_version = PolicyVersion(0, 0)
         self._reward_means: dict[int, float] = {}
@@ -109,7 +137,9 @@ class ExperiencePool:
         while (reservation := self.reserve_now(task, learner_version=learner_version, sampler_version=sampler_version)) is None:
             if reason := self._closed or self._draining:
                 raise PoolClosedError(f"the experience pool takes no more reservations: {reason}.")
+            started, paced = now(), self._pace is not None and self._has_room(self._max_outstanding)
             await self._changed.wait()
+            self.pace_wait_seconds += now() - started if paced else 0.0
         return reservation
 
     def reserve_now(self, task: Task, *, learner_version: PolicyVersion, sampler_version: PolicyVersion) -> GroupReservation | None:
@@ -120,10 +150,11 @@ class ExperiencePool:
         group_id, time = self._next_group, now()
         self._next_group += 1
         self._first_seconds = time if self._first_seconds is None else self._first_seconds
-        self._open[group_id] = Group(
+        self._groups[group_id] = Group(
             group_id=group_id,
             task=task,
             size=self._group_size,
+            quorum=self._settings.pool.quorum or self._group_size,
             sampler_version=self._sampler_version.number,
             in_flight=dict.fromkeys(range(self._group_size), 0),
             issued_seconds=dict.fromkeys(range(self._group_size), time),
@@ -133,14 +164,34 @@ class ExperiencePool:
 
     def has_room(self) -> bool:
         """Whether admission lets one more group start now."""
-        if self._closed or self._draining or self.outstanding_groups >= self._max_outstanding:
+        return self._has_room(self._max_outstanding if self._pace is None else self._pace.limit_groups)
+
+    def _has_room(self, limit_groups: int) -> bool:
+        if self._closed or self._draining or len(self._groups) >= admission.MAX_OUTSTANDING * self._max_outstanding:
             return False
-        return self._chooser.admits(list(self._open.values()), sampler_version=self._sampler_version.number, next_version=self._next_version())
+        size, counted = self._group_size, self._counted_slots()
+        # less than a batch cannot be served: then only the admission bound itself, which is two batches or has whole groups only, holds
+        limit = limit_groups if counted >= self._settings.batch_trajectories else self._max_outstanding
+        if counted + size > limit * size:
+            return False
+        return self._chooser.admits(self._waiting(), sampler_version=self._sampler_version.number, next_version=self._next_version(), slots=size)
+
+    def _counted_slots(self) -> int:
+        """Started and not retired, trajectories."""
+        groups = self._groups.values()
+        if not self._spares_long_ones:
+            return sum(group.taken_slots + group.waiting_slots for group in groups)
+        parked = frozenset[RolloutKey]().union(*self._parked.values())
+        return sum(admission.counted_slots(group, parked) for group in groups)
+
+    def _waiting(self) -> list[Group]:
+        """In reservation order: those that some batch to come will hold."""
+        return [group for group in self._groups.values() if group.waiting]
 
     @property
     def outstanding_groups(self) -> int:
         """Started and not retired."""
-        return len(self._open) + sum(len(taken.groups) for taken in self._taken.values())
+        return len(self._groups)
 
     def observe(self, *, learner_version: PolicyVersion | None = None, sampler_version: PolicyVersion | None = None) -> None:
         """Tells the pool of newer versions; neither falls. Under on_expiry = wait newer samplers give room, so call it when they report."""
@@ -148,6 +199,14 @@ class ExperiencePool:
         self._learner_version = max(self._learner_version, learner_version or self._learner_version)
         self._sampler_version = max(self._sampler_version, sampler_version or self._sampler_version)
         if before != (self._learner_version, self._sampler_version):
+            self._wake()
+
+    def observe_worker(self, worker: str, *, version: PolicyVersion, parked: Collection[RolloutKey] = ()) -> None:
+        """What a worker reports: its weights, which it can verify under, and its parked rollouts, which give room to others."""
+        changed = self._verification.on and self._verification.worker_is(worker, version)
+        if self._parked.get(worker, frozenset()) != (now_parked := frozenset(parked)):
+            self._parked[worker], changed = now_parked, True
+        if changed:
             self._wake()
 
     # --- add --------------------------------------------------------------------------------------------------------------
@@ -159,67 +218,148 @@ class ExperiencePool:
         rollout that was never reserved or came back already.
         """
         summary = finished.summary
-        group = self._group_of(summary.key)
-        self.ledger.delivered(summary, worker)
-        task = group.task
-        del group.in_flight[summary.key.member], group.issued_seconds[summary.key.member]
+        group, member = self._group_of(summary.key), summary.key.member
+        before = group.verifying.get(member)
+        if before is None:
+            self.ledger.delivered(summary, worker)
+            del group.in_flight[member]
+        else:
+            if not summary.failed and summary.round <= before.summary.round:
+                raise InvariantError(f"rollout {tuple(summary.key)} came back from verification {before.summary.round + 1} as of round {summary.round}.")
+            self.ledger.redelivered(summary, before.summary, worker)
+            del group.verifying[member]
+            group.refresh()
+        del group.issued_seconds[member]
         retry = None
         if not summary.failed:
-            group.accept(finished)
-            self._num_delivered += 1
+            group.accept(finished, worker)
+            self._num_delivered += before is None
         elif self._may_retry(summary):
             retry = summary.key._replace(attempt=summary.key.attempt + 1)
-            group.in_flight[retry.member] = retry.attempt
-            group.issued_seconds[retry.member] = now()
+            group.in_flight[member] = retry.attempt
+            group.issued_seconds[member] = now()
             self.ledger.retried()
         else:
-            self.ledger.member_failed(task.kind)
-            self._note(summary.key, task.kind, RetireReason.FAILED)
-        complete = not group.in_flight
-        if complete:
-            self._complete(group, summary)
-        return AddResult(task=task, retry=retry, group_complete=complete)
+            group.lost += 1
+            self.ledger.member_failed(group.task.kind)
+            self._note(summary.key, group.task.kind, RetireReason.FAILED)
+        complete = self._settle(group, str(summary.end_reason))
+        return AddResult(task=group.task, retry=retry, group_complete=complete, verified=before is not None)
 
     def worker_lost(self, worker: str, keys: Sequence[RolloutKey]) -> tuple[AddResult, ...]:
-        """A worker died with these rollouts in flight: what it drew for them becomes failed.worker_lost, they are tried again."""
+        """A worker died with these rollouts in flight: what it drew for them becomes failed.worker_lost, they are tried again.
+
+        What it was verifying is served as it had been delivered, whether `keys` names it or not; nothing it delivered is verified any more.
+        """
+        restored = [(group, member) for group in self._groups.values() for member in sorted(group.verifying) if group.workers[member] == worker]
+        for group, member in restored:
+            finished = group.verifying.pop(member)
+            del group.issued_seconds[member]
+            self.ledger.restored(finished.summary, worker)
+            group.accept(finished, worker)
         self.ledger.worker_lost(worker)
-        return tuple(self.add(lost_rollout(key, self.task_of(key)), worker=worker) for key in keys)
+        self._verification.worker_lost(worker)
+        self._parked.pop(worker, None)
+        for group in self._groups.values():
+            group.workers = {member: "" if name == worker else name for member, name in group.workers.items()}
+        stand = {group.finished[member].summary.key: group for group, member in restored}
+        results = {key: self.add(lost_rollout(key, self.task_of(key)), worker=worker) for key in keys if key not in stand}
+        for key, group in stand.items():
+            results[key] = AddResult(task=group.task, retry=None, group_complete=self._settle(group, ""), verified=True)
+        return tuple(results[key] for key in keys)
 
     def task_of(self, key: RolloutKey) -> Task:
         """Of a rollout in flight. InvariantError for any other."""
         return self._group_of(key).task
 
     def _group_of(self, key: RolloutKey) -> Group:
-        group = self._open.get(key.group_id)
-        if group is None or group.in_flight.get(key.member) != key.attempt:
-            raise InvariantError(f"rollout {tuple(key)} is not in flight: it came back twice, or was never reserved.")
-        return group
+        group = self._groups.get(key.group_id)
+        if group is not None and (
+            group.in_flight.get(key.member) == key.attempt or (key.member in group.verifying and group.verifying[key.member].summary.key == key)
+        ):
+            return group
+        raise InvariantError(f"rollout {tuple(key)} is not in flight: it came back twice, or was never reserved.")
 
     def _may_retry(self, summary: TrajectorySummary) -> bool:
         return self._closed is None and summary.end_reason not in _NOT_RETRIED and summary.key.attempt + 1 < self._settings.rollout.max_attempts
 
-    def _complete(self, group: Group, last: TrajectorySummary) -> None:
-        """Nobody of the group is out any more: it is ready, or leaves at once."""
-        group.completion = self._next_completion
-        self._next_completion += 1
-        if not group.finished:
-            del self._open[group.group_id]
-            self.ledger.group_retired(RetireReason.FAILED, str(last.end_reason))
-        elif self._settings.pool.no_signal is NoSignal.REFILL and not self._has_signal(group):
+    def _settle(self, group: Group, end: str) -> bool:
+        """After a member came back: the group may be ready now, or leave. True when none of its members is out."""
+        complete = not group.in_flight and not group.verifying
+        group.signal = self._has_signal(group)
+        if group.ready and group.completion < 0:
+            group.completion = self._next_completion
+            self._next_completion += 1
+        if complete and not group.finished:
+            self._leave_if_done(group, end)
+        elif complete and self._settings.pool.no_signal is NoSignal.REFILL and not group.signal and not group.has_key_steps:
             self._drop(group, RetireReason.FILTERED)
-        self._wake()
+        elif group.ready:
+            self._mark(group)
+        if complete or group.ready:
+            self._wake()
+        return complete
 
     def _has_signal(self, group: Group) -> bool:
-        return has_signal([finished.summary.reward for finished in group.finished.values()], self._settings.learner.advantage)
+        return self._settings.pool.no_signal is NoSignal.TRAIN or has_signal(group.rewards.values(), self._settings.learner.advantage)
+
+    def _mark(self, group: Group) -> None:
+        """marks.min_advantage: every step of a member whose reward lies that far from the mean of its group is key."""
+        least = self._settings.marks.min_advantage
+        if least is None or (deviation := pstdev(group.rewards.values())) == 0:
+            return
+        mean = fmean(group.rewards.values())
+        for member, finished in group.finished.items():
+            if member not in group.marked and abs(finished.summary.reward - mean) >= least * deviation:
+                group.marked.add(member)
+                self.ledger.marked(finished.summary.num_steps - finished.summary.num_key_steps)
+        group.refresh()
 
     def _drop(self, group: Group, reason: RetireReason) -> None:
-        """A complete group leaves without having been taken."""
-        del self._open[group.group_id]
-        for finished in group.finished.values():
-            self.ledger.dropped(finished.summary, reason)
-            self._note(finished.summary.key, finished.summary.task_kind, reason)
-        self.ledger.group_retired(reason)
+        """What came back of a group leaves without having been taken."""
+        for member in sorted(group.finished):
+            summary = group.finished.pop(member).summary
+            self.ledger.dropped(summary, reason, group.key_steps(member, summary))
+            self._retired(group, member, summary, reason)
+        group.lost = 0
+        group.leave()
+        self._leave_if_done(group)
         self._wake()
+
+    def _leave_if_done(self, group: Group, end: str = "") -> None:
+        """The group retires after its last member; `end` is why the last one failed, where none was any good."""
+        if group.waiting or group.taken:
+            return
+        del self._groups[group.group_id]
+        best = next((reason for reason in _BEST_FIRST if reason in group.reasons), RetireReason.FAILED)
+        self.ledger.group_retired(best, group.reasons.get(best, end))
+
+    # --- verify -----------------------------------------------------------------------------------------------------------
+
+    def due_for_verification(self) -> dict[str, tuple[RolloutKey, ...]]:
+        """Worker -> finished rollouts that it must check now, because they are about to be served: they are in flight again."""
+        if not self._verification.on or self._closed:
+            return {}
+        version = self._next_version()
+        # while the learner waits, one batch more: the first may hold a long tail to be sampled again
+        slots = self._settings.batch_trajectories * (1 if self._taken else 2)
+        groups = self._chooser.about_to_be_served(self._waiting(), version=version, slots=slots)
+        due: dict[str, tuple[RolloutKey, ...]] = {}
+        for worker, group, member in self._verification.send(groups, version):
+            summary = group.finished[member].summary
+            self.ledger.marked(summary.num_key_steps - group.key_steps(member, summary))
+            group.send_back(member, now())
+            self.ledger.sent_back(summary, worker)
+            due[worker] = (*due.get(worker, ()), summary.key)
+        return due
+
+    def take_forgotten(self) -> dict[str, list[RolloutKey]]:
+        """Worker -> what it delivered that has left the pool since the last call: nobody will ask to verify it again."""
+        return self._verification.take_forgotten()
+
+    def next_change(self) -> asyncio.Event:
+        """Set when next anything becomes ready, leaves, or is seen of newer weights. Get it before looking, so that nothing is missed."""
+        return self._changed
 
     # --- take -------------------------------------------------------------------------------------------------------------
 
@@ -234,48 +374,56 @@ class ExperiencePool:
                 raise PoolClosedError(f"the experience pool serves no more batches: {self._closed}.")
             version = self._next_version()
             if self._settings.pool.on_expiry is OnExpiry.DROP_GROUP:
-                for group in [group for group in self._open.values() if self._chooser.expired(group, version)]:
+                for group in [group for group in self._groups.values() if self._chooser.expired(group, version)]:
                     self._drop(group, RetireReason.EXPIRED)
-            if self._draining and not self._open:
+            waiting = self._waiting()
+            if self._draining and not waiting:
                 raise PoolClosedError(f"the experience pool is drained: {self._draining}.")
-            groups = self._chooser.choose(list(self._open.values()), version=version, count=self._batch_groups())
-            if groups is not None:
-                return self._select(groups, version, learner_version)
+            pieces = self._chooser.choose(waiting, version=version, slots=self._batch_slots(waiting))
+            if pieces is not None:
+                return self._select(pieces, version, learner_version)
             await self._changed.wait()
 
-    def _batch_groups(self) -> int:
-        count = self._settings.pool.groups_per_batch
-        return min(count, len(self._open)) if self._draining else count
+    def _batch_slots(self, waiting: Sequence[Group]) -> int:
+        slots = self._settings.batch_trajectories
+        return min(slots, sum(group.waiting_slots for group in waiting)) if self._draining else slots
 
     def _next_version(self) -> int:
         """Number of the version the next batch will be trained from."""
         after = (taken.trains_from + self._updates_per_batch for taken in self._taken.values() if taken.selection.members)
         return max(self._learner_version.number, *after, 0)
 
-    def _select(self, groups: Iterable[Group], version: int, learner_version: PolicyVersion) -> Selection:
-        chosen = sorted(groups, key=lambda group: group.group_id)
+    def _select(self, pieces: Sequence[Piece], version: int, learner_version: PolicyVersion) -> Selection:
         members: list[SelectedMember] = []
         filtered: list[RolloutKey] = []
         rewards: list[float] = []
-        for group in chosen:
-            del self._open[group.group_id]
-            finished = [group.finished[member] for member in sorted(group.finished)]
+        known: dict[int, tuple[float, ...]] = {}
+        taken: list[tuple[Piece, tuple[int, ...]]] = []
+        for piece in sorted(pieces, key=lambda piece: piece.group.group_id):
+            group = piece.group
+            taken.append((piece, group.take(piece.slots)))
+            finished = [group.taken[member] for member in taken[-1][1]]
             rewards += [one.summary.reward for one in finished]
-            if self._settings.pool.no_signal is NoSignal.FILTER and not self._has_signal(group):
+            if not self._has_signal(group):
                 filtered += [one.summary.key for one in finished]
-            else:
-                members += [SelectedMember(summary=one.summary, payload=one.payload) for one in finished]
+                continue
+            members += [SelectedMember(summary=one.summary, payload=one.payload, marked=one.summary.key.member in group.marked) for one in finished]
+            if group.in_flight or len(group.rewards) > len(finished):
+                known[group.group_id] = tuple(group.rewards[member] for member in sorted(group.rewards))
         selection = Selection(
             id=self._next_selection,
             learner_version=learner_version,
             members=tuple(members),
             filtered=tuple(filtered),
+            group_rewards=known,
             max_staleness=self._settings.max_staleness,
             max_key_staleness=self._settings.pool.max_key_staleness,
         )
         self._next_selection += 1
-        self._taken[selection.id] = _Taken(selection=selection, groups=chosen, trains_from=version)
+        self._taken[selection.id] = _Taken(selection=selection, pieces=taken, trains_from=version)
         self._reward_means[selection.id] = sum(rewards) / len(rewards)
+        if self._verification.on:
+            self._wake()  # the next batch may be due
         return selection
 
     def reward_mean(self, selection: Selection) -> float:
@@ -295,31 +443,43 @@ class ExperiencePool:
         spent = account(taken.selection, result)
         del self._taken[selection.id]
         self._reward_means = {key: mean for key, mean in self._reward_means.items() if key in self._taken or key == selection.id}
-        for group in taken.groups:
-            self._retire_group(group, spent)
+        for piece, members in taken.pieces:
+            self._retire_piece(piece, members, spent)
         if result is not None:
             self.observe(learner_version=result.version_after)
+        self._judge_pace(spent)
         self._wake()
 
-    def _retire_group(self, group: Group, spent: dict[RolloutKey, Spent]) -> None:
-        reasons: dict[RetireReason, str] = {}
-        for member in sorted(group.finished):
-            summary = group.finished[member].summary
+    def _retire_piece(self, piece: Piece, members: Sequence[int], spent: dict[RolloutKey, Spent]) -> None:
+        group = piece.group
+        for member in members:
+            summary = group.taken.pop(member).summary
             member_spent = spent.get(summary.key)
             if member_spent is None:
-                reason = RetireReason.FILTERED
-                self.ledger.dropped(summary, reason)
+                self.ledger.dropped(summary, RetireReason.FILTERED, group.key_steps(member, summary))
+                self._retired(group, member, summary, RetireReason.FILTERED)
             else:
-                reason = member_spent.reason
                 self.ledger.learned(summary, member_spent)
-            reasons.setdefault(reason, member_spent.main_skip_reason if member_spent else "")
-            self._note(summary.key, summary.task_kind, reason)
-        best = next(reason for reason in (RetireReason.TRAINED, RetireReason.SKIPPED, RetireReason.FILTERED) if reason in reasons)
-        self.ledger.group_retired(best, reasons[best])
+                self._retired(group, member, summary, member_spent.reason, member_spent.main_skip_reason)
+        group.taken_slots -= piece.slots
+        self._leave_if_done(group)
+
+    def _retired(self, group: Group, member: int, summary: TrajectorySummary, reason: RetireReason, skipped: str = "") -> None:
+        group.reasons.setdefault(reason, skipped)
+        self._verification.left(group.workers[member], summary.key)
+        self._note(summary.key, summary.task_kind, reason)
 
     def _note(self, key: RolloutKey, kind: str, reason: RetireReason) -> None:
         if self._on_retire is not None:
             self._on_retire(Retirement(key=key, task_kind=kind, reason=reason))
+
+    def _judge_pace(self, spent: dict[RolloutKey, Spent]) -> None:
+        if self._pace is None:
+            return
+        trained, over = sum(one.trained_key_steps for one in spent.values()), sum(one.over_bound_key_steps for one in spent.values())
+        judgement = self._pace.retired(trained=trained, over=over)
+        if judgement is not None and self._on_pace is not None:
+            self._on_pace(judgement, self.pace_wait_seconds)
 
     # --- the end ----------------------------------------------------------------------------------------------------------
 
@@ -337,11 +497,9 @@ class ExperiencePool:
 
     def statistics(self) -> PoolStatistics:
         """Levels now, and staleness of what is pooled against the version the next batch is trained from."""
-        taken = [group for taken in self._taken.values() for group in taken.groups]
         return measure(
-            list(self._open.values()),
-            taken,
-            max_groups=self._max_outstanding,
+            list(self._groups.values()),
+            max_groups=self._max_outstanding if self._pace is None else self._pace.limit_groups,
             version=self._next_version(),
             num_delivered=self._num_delivered,
             seconds=0.0 if self._first_seconds is None else now() - self._first_seconds,
@@ -349,20 +507,22 @@ class ExperiencePool:
 
     def waiting_text(self, learner_version: PolicyVersion) -> str:
         """Why take waits: "3 of 8 groups ready; the oldest rollout has been out for 41 s"."""
-        version = max(learner_version.number, self._next_version())
-        return describe_wait(list(self._open.values()), self._chooser, count=self._batch_groups(), version=version, time=now())
+        version, waiting = max(learner_version.number, self._next_version()), self._waiting()
+        count = -(-self._batch_slots(waiting) // self._group_size)
+        return describe_wait(waiting, self._chooser, count=count, version=version, time=now())
 
     def _contents(self) -> Contents:
-        groups = [*self._open.values(), *(group for taken in self._taken.values() for group in taken.groups)]
-        finished = [one.summary for group in groups for one in group.finished.values()]
-        in_flight = sum(bool(group.in_flight) for group in groups)
+        groups = self._groups.values()
+        pooled = [(group, member, one.summary) for group in groups for held in (group.finished, group.taken) for member, one in held.items()]
+        in_flight = sum(bool(group.in_flight or group.verifying) for group in groups)
         return Contents(
             groups_in_flight=in_flight,
             groups_pooled=len(groups) - in_flight,
-            trajectories_in_flight=sum(len(group.in_flight) for group in groups),
-            trajectories_pooled=len(finished),
-            tokens_pooled=sum(summary.num_action_tokens for summary in finished),
-            key_steps_pooled=sum(summary.num_key_steps for summary in finished),
+            trajectories_in_flight=sum(len(group.in_flight) + len(group.verifying) for group in groups),
+            trajectories_pooled=len(pooled),
+            tokens_pooled=sum(summary.num_action_tokens for _, _, summary in pooled),
+            key_steps_pooled=sum(group.key_steps(member, summary) for group, member, summary in pooled),
+            key_steps_in_flight=sum(one.summary.num_key_steps for group in groups for one in group.verifying.values()),
         )
 
     def _wake(self) -> None:

@@ -1,12 +1,19 @@
-"""Which groups make the next batch. Pure functions over the groups that are not taken yet.
+"""Which groups make the next batch. Pure functions over the groups that still wait for one.
 
 | selection    | on_expiry   | the batch is                                                                             |
 |--------------|-------------|------------------------------------------------------------------------------------------|
-| oldest_first | skip_tokens | the first groups in reservation order; waits for stragglers                              |
+| oldest_first | skip_tokens | the first groups in reservation order; waits for stragglers, not for late members         |
 | ready_first  | skip_tokens | the first groups in order of completion; never waits for one group while others are there |
 | either       | drop_group  | the same, after groups over the bound have left (the pool drops them)                    |
 | either       | wait        | the same, if afterwards every group that stays can still be taken in time; else the most |
 |              |             | urgent ones, and it waits for them                                                       |
+
+A batch holds an exact number of slots (trajectories). With a quorum groups come in pieces: what is there of one that has the quorum,
+and late members one by one; the last piece of a batch may be split.
+
+Key steps (DESIGN section 6, "serve first what ages most"): under ready_first a group with key tokens that are within
+max_key_staleness in this batch and would be over it in the next one moves up by as many ranks as a batch has groups. So a
+group can be overtaken by at most one batch's worth of groups that became ready after it, whatever is marked: nobody starves.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from dataclasses import dataclass
 from headrace.config import Advantage, OnExpiry, SelectionRule, Settings
 from headrace.pool import admission
 from headrace.pool.group import Group
+from headrace.pool.verification import Verification
 
 
 def has_signal(rewards: Collection[float], advantage: Advantage) -> bool:
@@ -30,6 +38,14 @@ def has_signal(rewards: Collection[float], advantage: Advantage) -> bool:
     return len(set(rewards)) > 1
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a batch takes of one group."""
+
+    group: Group
+    slots: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chooser:
     """The selection rule of a run."""
@@ -37,37 +53,81 @@ class Chooser:
     rule: SelectionRule
     on_expiry: OnExpiry
     groups_per_batch: int
+    slots_per_batch: int
     updates_per_batch: int
     take_bound: int
+    max_key_staleness: int
+    verification: Verification
 
     @classmethod
-    def of(cls, settings: Settings) -> Chooser:
+    def of(cls, settings: Settings, verification: Verification) -> Chooser:
         return cls(
             rule=settings.pool.selection,
             on_expiry=settings.pool.on_expiry,
             groups_per_batch=settings.pool.groups_per_batch,
+            slots_per_batch=settings.batch_trajectories,
             updates_per_batch=settings.updates_per_batch,
             take_bound=admission.take_bound(settings),
+            max_key_staleness=settings.pool.max_key_staleness,
+            verification=verification,
         )
 
     def deadline(self, group: Group) -> float:
         return admission.deadline(group.oldest_possible, self.take_bound)
 
     def expired(self, group: Group, version: int) -> bool:
-        """The group came back and holds an unmarked token that the batch at `version` would find over the bound."""
-        return group.ready and self.deadline(group) < version
+        """What came back of the group holds an unmarked token that the batch at `version` would find over the bound.
 
-    def choose(self, groups: Sequence[Group], *, version: int, count: int) -> list[Group] | None:
-        """`count` groups out of `groups` (in reservation order) for a batch trained from `version`, or None: wait."""
-        if sum(group.ready for group in groups) < count:
+        Never where that would lose a key step (it is served, and its stale unmarked tokens are skipped), nor where verification is
+        about to make the tokens new again.
+        """
+        if not group.ready or admission.deadline(group.oldest_unmarked, self.take_bound) >= version:
+            return False
+        return not group.has_key_steps and not self.verification.due(group, version)
+
+    def choose(self, groups: Sequence[Group], *, version: int, slots: int) -> list[Piece] | None:
+        """`slots` of `groups` (in reservation order) for a batch trained from `version`, or None: wait."""
+        servable = {group.group_id for group in groups if group.ready and not self.verification.due(group, version)}
+        ready = [group for group in groups if group.group_id in servable]
+        if sum(group.ready_slots for group in ready) < slots:
             return None
-        ready = sorted((group for group in groups if group.ready), key=lambda group: group.completion)
-        head = list(groups[:count]) if self.rule is SelectionRule.OLDEST_FIRST else ready[:count]
+        head = _fill(self._by_age(groups) if self.rule is SelectionRule.OLDEST_FIRST else self._by_rank(ready, version), servable, slots)
         if self.on_expiry is not OnExpiry.WAIT:
-            return head if all(group.ready for group in head) else None
-        return self._choose_in_time(groups, head, ready, version=version, count=count)
+            return head
+        return self._choose_in_time(groups, head, ready, servable, version=version, slots=slots)
 
-    def _choose_in_time(self, groups: Sequence[Group], head: list[Group], ready: list[Group], *, version: int, count: int) -> list[Group] | None:
+    def about_to_be_served(self, groups: Sequence[Group], *, version: int, slots: int) -> list[Group]:
+        """What the next `slots` would be made of, could all that is being verified or due for it be served now."""
+        prepared = [group for group in groups if group.prepared]
+        orders = [self._by_age(groups) if self.rule is SelectionRule.OLDEST_FIRST else self._by_rank(prepared, version)]
+        if self.on_expiry is OnExpiry.WAIT:
+            orders.append(sorted(prepared, key=lambda group: (self.deadline(group), group.completion)))
+        chosen: dict[int, Group] = {}
+        for order in orders:
+            filled = 0
+            for group in order:
+                if filled >= slots:
+                    break
+                filled += group.waiting_slots - (len(group.in_flight) if group.prepared else 0)
+                chosen[group.group_id] = group
+        return [group for group in chosen.values() if group.prepared]
+
+    def _by_age(self, groups: Sequence[Group]) -> list[Group]:
+        """Reservation order; nobody waits for late members."""
+        return [group for group in groups if not group.released or group.finished or group.verifying]
+
+    def _by_rank(self, groups: Sequence[Group], version: int) -> list[Group]:
+        """Order of completion, and those whose key tokens age out now one batch ahead."""
+
+        def rank(group: Group) -> tuple[int, bool, int]:
+            late = any(version <= number + self.max_key_staleness < version + self.updates_per_batch for number in group.key_versions)
+            return group.completion - (self.groups_per_batch if late else 0), not late, group.completion
+
+        return sorted(groups, key=rank)
+
+    def _choose_in_time(
+        self, groups: Sequence[Group], head: list[Piece] | None, ready: list[Group], servable: Collection[int], *, version: int, slots: int
+    ) -> list[Piece] | None:
         """`on_expiry = wait`: serve only what leaves everybody else a place in time.
 
         When the most urgent groups of all are there they are always served: waiting could not help. So take never blocks for
@@ -75,31 +135,45 @@ class Chooser:
         """
         candidates = [head]
         if self.rule is SelectionRule.READY_FIRST:
-            candidates.append(sorted(ready, key=lambda group: (self.deadline(group), group.completion))[:count])
+            candidates.append(_fill(sorted(ready, key=lambda group: (self.deadline(group), group.completion)), servable, slots))
         for candidate in candidates:
-            if all(group.ready for group in candidate) and self.leaves_time(groups, candidate, version=version):
+            if candidate is not None and self.leaves_time(groups, candidate, version=version):
                 return candidate
         waits_for_elders = self.rule is SelectionRule.OLDEST_FIRST
-        urgent = sorted(groups, key=lambda group: (self.deadline(group), not (group.ready or waits_for_elders), group.group_id))[:count]
-        return urgent if all(group.ready for group in urgent) else None
+        return _fill(
+            sorted(groups, key=lambda group: (self.deadline(group), not (group.group_id in servable or waits_for_elders), group.group_id)), servable, slots
+        )
 
-    def leaves_time(self, groups: Sequence[Group], taken: Sequence[Group], *, version: int) -> bool:
-        """Whether all groups but `taken` can still be taken in time after this batch."""
-        identifiers = {group.group_id for group in taken}
-        deadlines = (self.deadline(group) for group in groups if group.group_id not in identifiers)
-        return self._feasible(deadlines, version + self.updates_per_batch)
+    def leaves_time(self, groups: Sequence[Group], taken: Sequence[Piece], *, version: int) -> bool:
+        """Whether all that is not `taken` can still be taken in time after this batch."""
+        served = {piece.group.group_id: piece.slots for piece in taken}
+        due = ((self.deadline(group), group.waiting_slots - served.get(group.group_id, 0)) for group in groups)
+        return self._feasible(due, version + self.updates_per_batch)
 
-    def admits(self, groups: Sequence[Group], *, sampler_version: int, next_version: int) -> bool:
-        """Whether one more group, sampled from `sampler_version` on, leaves every group a place in time."""
+    def admits(self, groups: Sequence[Group], *, sampler_version: int, next_version: int, slots: int) -> bool:
+        """Whether one more group of so many slots, sampled from `sampler_version` on, leaves every group a place in time."""
         if self.on_expiry is not OnExpiry.WAIT:
             return True
-        deadlines = [max(self.deadline(group), next_version) for group in groups]  # what is late still takes a place, now
-        return self._feasible([*deadlines, admission.deadline(sampler_version, self.take_bound)], next_version)
+        due = [(max(self.deadline(group), next_version), group.waiting_slots) for group in groups]  # what is late still takes a place, now
+        return self._feasible([*due, (admission.deadline(sampler_version, self.take_bound), slots)], next_version)
 
-    def _feasible(self, deadlines: Iterable[float], next_version: int) -> bool:
+    def _feasible(self, due: Iterable[tuple[float, int]], next_version: int) -> bool:
         return admission.feasible(
-            deadlines,
+            ((deadline, slots) for deadline, slots in due if slots),
             next_version=next_version,
             updates_per_batch=self.updates_per_batch,
-            groups_per_batch=self.groups_per_batch,
+            slots_per_batch=self.slots_per_batch,
         )
+
+
+def _fill(order: Iterable[Group], servable: Collection[int], slots: int) -> list[Piece] | None:
+    """The first `slots` in order, or None when one of their groups is not there."""
+    pieces: list[Piece] = []
+    for group in order:
+        if group.group_id not in servable:
+            return None
+        pieces.append(Piece(group, min(group.ready_slots, slots)))
+        slots -= pieces[-1].slots
+        if not slots:
+            return pieces
+    return None

@@ -26,7 +26,7 @@ class PoolStatistics:
     """With the learner."""
     rollouts_in_flight: int
     pooled_trajectories: int
-    """Back and not retired, those with the learner included."""
+    """Back and not retired, those with the learner and those being verified included."""
     pooled_tokens: int
     """Action tokens of those not taken."""
     staleness_mean: float
@@ -38,8 +38,9 @@ class PoolStatistics:
     """The same, of those that came back and have left."""
 
 
-def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups: int, version: int, num_delivered: int, seconds: float) -> PoolStatistics:
+def measure(groups: Sequence[Group], *, max_groups: int, version: int, num_delivered: int, seconds: float) -> PoolStatistics:
     """`num_delivered` good trajectories came back within `seconds`."""
+    open_groups = [group for group in groups if group.waiting]
     ages: Counter[int] = Counter()
     for group in open_groups:
         for finished in group.finished.values():
@@ -47,14 +48,14 @@ def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups:
                 ages[max(0, version - count.version.number)] += count.unmarked + count.key
     tokens = ages.total()
     ready = sum(group.ready for group in open_groups)
-    pooled = sum(len(group.finished) for group in (*open_groups, *taken))
+    pooled = sum(len(group.finished) + len(group.verifying) + len(group.taken) for group in groups)
     return PoolStatistics(
         max_groups=max_groups,
-        outstanding_groups=len(open_groups) + len(taken),
+        outstanding_groups=len(groups),
         waiting_groups=len(open_groups) - ready,
         ready_groups=ready,
-        taken_groups=len(taken),
-        rollouts_in_flight=sum(len(group.in_flight) for group in open_groups),
+        taken_groups=sum(bool(group.taken) for group in groups),
+        rollouts_in_flight=sum(len(group.in_flight) + len(group.verifying) for group in groups),
         pooled_trajectories=pooled,
         pooled_tokens=tokens,
         staleness_mean=sum(age * count for age, count in ages.items()) / tokens if tokens else 0.0,
@@ -66,8 +67,10 @@ def measure(open_groups: Sequence[Group], taken: Sequence[Group], *, max_groups:
 
 def describe_wait(groups: Sequence[Group], chooser: Chooser, *, count: int, version: int, time: float) -> str:
     """For people: how many groups of the batch are there, who is missing and for how long."""
-    ready = sum(group.ready for group in groups)
+    ready = sum(group.ready and not chooser.verification.due(group, version) for group in groups)
     text = f"{min(ready, count)} of {count} groups ready"
+    if verifying := sum(len(group.verifying) for group in groups):
+        text += f", {verifying} rollout{'s' if verifying > 1 else ''} being verified"
     issued = [seconds for group in groups for seconds in group.issued_seconds.values()]
     if ready >= count and issued and chooser.on_expiry is OnExpiry.WAIT:
         late = sum(not group.ready and chooser.deadline(group) <= version for group in groups)

@@ -74,7 +74,7 @@ def test_a_trajectory_lost_inside_the_pool_is_named() -> None:
         for key in reserved(pool).keys:
             pool.add(finished(key), worker="a")
         pool.ledger.check()
-        del pool._open[0].finished[1]  # the planted fault
+        del pool._groups[0].finished[1]  # the planted fault
         with pytest.raises(LedgerError, match=r"tokens: 6 generated, the classes sum to 3 \(3 lost\).*trajectories: 2 generated, the classes sum to 1"):
             pool.ledger.check()
 
@@ -88,7 +88,7 @@ def test_a_doubled_trajectory_is_named() -> None:
         for key in reserved(pool).keys:
             pool.add(finished(key), worker="a")
         double = finished(RolloutKey(0, 2, 0))
-        pool._open[0].finished[2] = double  # the planted fault: past the check of add
+        pool._groups[0].finished[2] = double  # the planted fault: past the check of add
         with pytest.raises(LedgerError, match=r"the classes sum to 9 \(3 counted twice\)"):
             pool.ledger.check()
         pool.ledger.delivered(double.summary, "a")

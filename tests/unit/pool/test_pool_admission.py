@@ -147,7 +147,7 @@ def test_reserve_raises_once_the_pool_takes_no_more(end: str) -> None:
 
 
 def test_feasible_agrees_with_trying_every_schedule() -> None:
-    """Groups of 1 a batch or 2, up to 4 groups, k of 1 or 2: earliest-deadline-first counting against brute force."""
+    """Groups (of 3 slots) of 1 a batch or 2, up to 4 groups, k of 1 or 2: earliest-deadline-first counting against brute force."""
 
     def schedulable(deadlines: tuple[int, ...], updates: int, groups: int) -> bool:
         return any(all(2 + updates * (position // groups) <= limit for position, limit in enumerate(order)) for order in itertools.permutations(deadlines))
@@ -157,7 +157,7 @@ def test_feasible_agrees_with_trying_every_schedule() -> None:
         for deadlines in itertools.combinations_with_replacement(range(1, 8), count):
             expected = schedulable(deadlines, updates, groups)
             verdicts.add(expected)
-            assert feasible(deadlines, next_version=2, updates_per_batch=updates, groups_per_batch=groups) is expected
+            assert feasible([(limit, 3) for limit in deadlines], next_version=2, updates_per_batch=updates, slots_per_batch=3 * groups) is expected
     assert verdicts == {True, False}
 
 
