@@ -26,6 +26,7 @@ from typing import Any
 from fakes.verification import ContractViolation, KeptActions, accepted_spans, another_letter, verified_logprob
 from headrace import clock
 from headrace.config import Settings
+from headrace.marks import TrajectoryView
 from headrace.roles import Environment, WaitingFor
 from headrace.rollout.user_call import BlockingWatch, LoopEnvironment, call_on_loop
 from headrace.rollout.worker import RolloutWorkerCore
@@ -479,7 +480,7 @@ class ScriptedEnvironment:
 
 
 class LoopUserCode:
-    """Async user code given as Python objects: `make_environment()` per rollout, `reward(task, answer)`; either may be None.
+    """Async user code given as Python objects: `make_environment()` per rollout, `reward(task, answer)`, `mark(trajectory)`; each may be None.
 
     Implements UserCode of rollout/roll_out without processes, for the virtual clock.
     """
@@ -489,10 +490,12 @@ class LoopUserCode:
         *,
         make_environment: Callable[[], Environment] | None = None,
         reward: Callable[[Task, str], Awaitable[object]] | None = None,
+        mark: Callable[[TrajectoryView], Awaitable[object]] | None = None,
         limit_seconds: float = 120.0,
     ) -> None:
         self._make_environment = make_environment
         self._reward = reward
+        self._mark = mark
         self._limit_seconds = limit_seconds
         self._watch = BlockingWatch()
 
@@ -511,6 +514,10 @@ class LoopUserCode:
     async def reward(self, task: Task, answer: str) -> object:
         assert self._reward is not None
         return await call_on_loop(self._reward, task, answer, name="reward", limit_seconds=self._limit_seconds, watch=self._watch)
+
+    async def mark(self, trajectory: TrajectoryView) -> object:
+        assert self._mark is not None
+        return await call_on_loop(self._mark, trajectory, name="marks", limit_seconds=self._limit_seconds, watch=self._watch)
 
     def warning(self) -> str | None:
         return self._watch.text()

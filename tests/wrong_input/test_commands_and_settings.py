@@ -30,6 +30,8 @@ ROWS = [
     Wrong(did="an override without a section", overrides=("seed=3",), says=("unknown key 'seed'", "Did you mean 'run.seed'?")),
     Wrong(did="several mistakes at once", overrides=("run.seed=-1", "run.mod=sync", "rollout.temperature=0"), says=("run.seed", "Did you mean 'run.mode'?", "rollout.temperature", "above 0")),
     Wrong(did="a group of one with a group-relative advantage", overrides=("rollout.group_size=1",), says=("rollout.group_size", "is 1", "mean_std", "at least 2", "learner.advantage = 'none'")),
+    Wrong(did="a rule that is no regular expression", overrides=("marks.rules=['observation:[1-4']",), says=("command line", "marks.rules", "'observation:[1-4' is no regular expression", "unterminated character set")),
+    Wrong(did="a rule of an unknown kind", overrides=("marks.rules=['tools:search']",), says=("marks.rules", "'tools' is no kind of rule", "Did you mean 'tool:search'?")),
     Wrong(did="top_p in training", overrides=("rollout.top_p=0.9",), says=("rollout.top_p", "0.9", "without a record", "evaluation.top_p")),
     Wrong(did="top_k in training", overrides=("rollout.top_k=40",), says=("rollout.top_k", "40", "evaluation.top_k")),
     Wrong(did="max_staleness below the minibatches", overrides=("pool.max_staleness=1", "learner.num_minibatches=2", "learner.num_epochs=2"), says=("pool.max_staleness", "is 1", "4 updates", "at least 3")),

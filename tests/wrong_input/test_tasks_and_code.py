@@ -28,6 +28,8 @@ ROWS = [
     Wrong(did="a reward that is a text", kind=KIND, task="def reward(task, answer):\n    if answer:\n        return '1.0'\n    return ''\n", says=("'task:reward' returns a text, not a number",)),
     Wrong(did="a reward that is a tuple", kind=KIND, task="async def reward(task, answer):\n    return 1.0, {'length': 3}\n", says=("'task:reward' returns a tuple",)),
     Wrong(did="a reward with other arguments", kind=KIND, task="def reward(answer):\n    return 1.0\n", says=("'task:reward' cannot be called with (task, answer)", "too many positional arguments")),
+    Wrong(did="a marking function that is not there", kind=KIND, overrides=("marks.function=task:mark",), task="def marks(trajectory):\n    return []\n", says=("'mark'", "Did you mean 'task:marks'?")),
+    Wrong(did="a marking function with other arguments", kind=KIND, overrides=("marks.function=task:marks",), task="def marks(task, steps):\n    return []\n", says=("'task:marks' cannot be called with (trajectory)", "missing a required argument")),
     # the JSONL file
     Wrong(did="the task file does not exist", files={"tasks.jsonl": None}, says=("task.source", "'tasks.jsonl'", "No such file", "relative to the recipe")),
     Wrong(did="the task file is a directory", overrides=("task.source=.",), says=("task.source", "Is a directory")),

@@ -1,4 +1,4 @@
-"""The recipe's environment and reward, ready to be awaited: async code on the loop, plain `def` code in processes of its own.
+"""The recipe's environment, reward and marking function, ready to be awaited: async code on the loop, plain `def` code in processes of its own.
 
 Python of the user that is not async never blocks decoding: it runs in `rollout.num_user_processes` child processes, started when
 they are first needed, killed at a call's limit and replaced. A stateful environment lives in one of them from reset to the end
@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.config import Settings
 from headrace.errors import RecipeError
+from headrace.marks import TrajectoryView
 from headrace.recipe import RecipeCode
 from headrace.roles import Environment
 from headrace.rollout.user_call import BlockingWatch, LoopEnvironment, UserCallError, call_on_loop, describe_exception
@@ -35,6 +36,8 @@ class RecipeUserCode:
         self._reward = settings.task.reward
         self._make_environment = None if self._environment is None else recipe.resolve(self._environment)
         self._grade = None if self._reward is None else recipe.resolve(self._reward)
+        self._mark_name = settings.marks.function
+        self._mark = None if self._mark_name is None else recipe.resolve(self._mark_name)
         self._environment_is_async = self._make_environment is not None and _environment_is_async(recipe, str(self._environment), self._make_environment)
         self._reward_is_async = self._grade is not None and _is_async(self._grade)
         self._processes: list[UserProcess | None] = [None] * settings.rollout.num_user_processes
@@ -68,6 +71,13 @@ class RecipeUserCode:
         if self._reward_is_async:
             return await call_on_loop(self._grade, task, answer, name=name, limit_seconds=self._limit_seconds, watch=self._watch)
         return await self._call_anywhere(("grade", task, answer), name)
+
+    async def mark(self, trajectory: TrajectoryView) -> object:
+        """What the recipe's marking function returned, unchecked."""
+        assert self._mark is not None
+        if _is_async(self._mark):
+            return await call_on_loop(self._mark, trajectory, name=_name_of(self._mark), limit_seconds=self._limit_seconds, watch=self._watch)
+        return await self._call_anywhere(("mark", str(self._mark_name), trajectory), _name_of(self._mark))
 
     def warning(self) -> str | None:
         return self._watch.text()

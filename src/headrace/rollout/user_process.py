@@ -1,4 +1,4 @@
-"""A child process that runs the user's plain `def` code: environments live in it by key, rewards are computed in it.
+"""A child process that runs the user's plain `def` code: environments live in it by key, rewards and marks are computed in it.
 
 The parent sends calls as they come; the child makes one after the other and answers in that order, so that neither waits for the
 other's next turn. The oldest call without an answer is the one that runs: at its limit the parent kills the child. The child holds
@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -371,6 +371,10 @@ class _Desk:
     def grade(self, task: Any, answer: str) -> Any:
         assert self.reward is not None
         return self._finished(self.recipe.resolve(self.reward)(task, answer))
+
+    def mark(self, function: str, trajectory: Any) -> Any:
+        weights = self._finished(self.recipe.resolve(function)(trajectory))
+        return list(weights) if isinstance(weights, Iterator) else weights  # a generator cannot be sent
 
     def _finished(self, value: Any) -> Any:
         """An environment may mix plain and async methods."""

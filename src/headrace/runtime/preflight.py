@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -58,6 +59,8 @@ def _read(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]
         code.resolve(settings.warm_start.demonstrations)
     if settings.task.reward is not None:
         check_reward(code, settings.task.reward)
+    if settings.marks.function is not None:
+        _check_call(code, settings.marks.function, "trajectory", "A marking function takes a trajectory and returns one weight a step.")
     if settings.task.environment is None:
         check_prompts(settings, code, [*evaluation, *training])
         check_lengths(settings, code, training, evaluation)
@@ -89,18 +92,21 @@ def check_prompts(settings: Settings, code: RecipeCode, tasks: Sequence[Task]) -
 
 def check_reward(code: RecipeCode, reference: str) -> None:
     """What is sure without calling it: that it takes (task, answer), and that what it returns can be a number. Raises RecipeError."""
-    function = code.resolve(reference)
-    try:
-        inspect.signature(function).bind(None, "")
-    except TypeError as error:
-        raise RecipeError(
-            f"{code.path}: '{reference}' cannot be called with (task, answer): {error}.", remedy="A reward function takes a task and the text of an answer."
-        ) from error
-    except ValueError:  # written in C: nothing can be known
-        return
+    function = _check_call(code, reference, "task, answer", "A reward function takes a task and the text of an answer.")
     target = function.func if isinstance(function, functools.partial) else function
     if wrong := _never_a_number(target):
         raise RecipeError(f"{code.path}: '{reference}' {wrong}.", remedy="A reward function returns a finite number.")
+
+
+def _check_call(code: RecipeCode, reference: str, parameters: str, remedy: str) -> Callable[..., Any]:
+    """The function, if it can be called with as many arguments. Raises RecipeError."""
+    function = code.resolve(reference)
+    with contextlib.suppress(ValueError):  # written in C: nothing can be known
+        try:
+            inspect.signature(function).bind(*parameters.split(", "))
+        except TypeError as error:
+            raise RecipeError(f"{code.path}: '{reference}' cannot be called with ({parameters}): {error}.", remedy=remedy) from error
+    return function
 
 
 def _never_a_number(function: Any) -> str | None:

@@ -18,10 +18,11 @@ import pytest
 
 from headrace.config import Settings
 from headrace.errors import RecipeError
+from headrace.marks import StepView, TrajectoryView
 from headrace.recipe import RecipeCode
 from headrace.rollout.user_call import BLOCKING_SECONDS, UserCallError
 from headrace.rollout.user_code import RecipeUserCode
-from headrace.types import Action, Observation, RolloutKey, StopReason, Task
+from headrace.types import Action, EndReason, Observation, RolloutKey, StopReason, Task
 
 RECIPE = '''
 import asyncio, os, subprocess, sys, time
@@ -84,12 +85,23 @@ def reward(task, answer):
         if answer == "s": time.sleep(0.3)
     return float(len(answer))
 async def async_reward(task, answer): return 2.0
+
+def marks(trajectory):
+    if trajectory.steps[0].action == "hang": time.sleep(1000)
+    if trajectory.steps[0].action == "raise": raise ValueError("no such door")
+    return [os.getpid()] + [step.reward for step in trajectory.steps[1:]]
+def lazy_marks(trajectory):
+    for step in trajectory.steps: yield step.reward > 0
+async def async_marks(trajectory): return [len(trajectory.task.data)] * len(trajectory.steps)
 '''
 
 
-def settings_for(environment: str | None = None, reward: str | None = None, limit_seconds: float = 20.0, num_processes: int = 1) -> Settings:
+def settings_for(
+    environment: str | None = None, reward: str | None = None, limit_seconds: float = 20.0, num_processes: int = 1, marks: str | None = None
+) -> Settings:
     return Settings.model_validate(
         {
+            "marks": {"function": marks},
             "task": {"environment": environment, "reward": reward},
             "rollout": {"max_environment_seconds": limit_seconds, "num_user_processes": num_processes},
             "limits": {"startup_seconds": 60.0},
@@ -457,6 +469,33 @@ def test_a_plain_reward_function_runs_in_a_process_and_is_killed_at_its_limit(re
         assert await code.reward(TASK, "four") == 4.0
 
     with_code(recipe, use, reward="task:reward", limit_seconds=0.5)
+
+
+def view(*steps: tuple[str, float]) -> TrajectoryView:
+    shown = tuple(StepView(observation="?", action=action, reward=reward) for action, reward in steps)
+    return TrajectoryView(task=TASK, steps=shown, reward=1.0, end_reason=EndReason.DONE)
+
+
+def test_a_plain_marking_function_runs_in_a_process_and_is_killed_at_its_limit(recipe: RecipeCode) -> None:
+    async def use(code: RecipeUserCode) -> None:
+        assert await code.mark(view(("go", 0.0), ("on", 0.5))) == [code.process_ids[0], 0.5]
+        assert "marks raised ValueError: no such door (task.py:" in str(await failure(code.mark(view(("raise", 0.0)))))
+        assert "marks gave no answer in 0.5 s" in str(await failure(code.mark(view(("hang", 0.0)))))
+        assert (await code.mark(view(("go", 0.0))))[0] != os.getpid()  # type: ignore[index]
+
+    with_code(recipe, use, marks="task:marks", limit_seconds=0.5)
+
+
+def test_a_marking_function_may_be_a_generator_or_async(recipe: RecipeCode) -> None:
+    async def lazy(code: RecipeUserCode) -> None:
+        assert await code.mark(view(("go", 0.0), ("on", 0.5))) == [False, True]
+
+    async def on_the_loop(code: RecipeUserCode) -> None:
+        assert await code.mark(view(("go", 0.0), ("on", 0.5))) == [len(TASK.data)] * 2
+        assert code.process_ids == []
+
+    with_code(recipe, lazy, marks="task:lazy_marks")
+    with_code(recipe, on_the_loop, marks="task:async_marks")
 
 
 def test_async_code_that_blocks_the_loop_is_named(recipe: RecipeCode, caplog: pytest.LogCaptureFixture) -> None:
