@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,15 @@ def make_trajectory(
     )
 
 
-def make_selection(trajectories: Sequence[Trajectory], *, version: int = 0, max_staleness: int = 8, max_key_staleness: int = 2, **more: Any) -> Selection:
-    members = tuple(SelectedMember(summary=trajectory.summary(), payload=trajectory.to_bytes()) for trajectory in trajectories)
-    return Selection(id=1, learner_version=PolicyVersion(0, version), members=members, max_staleness=max_staleness, max_key_staleness=max_key_staleness, **more)
+def make_selection(
+    trajectories: Sequence[Trajectory], *, version: int = 0, max_staleness: int = 8, max_key_staleness: int = 2, marked: Sequence[int] = (), **more: Any
+) -> Selection:
+    """`marked`: indices of members that are key as a whole."""
+    members = tuple(
+        SelectedMember(summary=trajectory.summary(), payload=trajectory.to_bytes(), marked=index in marked) for index, trajectory in enumerate(trajectories)
+    )
+    more = {"id": 1, "learner_version": PolicyVersion(0, version), "max_staleness": max_staleness, "max_key_staleness": max_key_staleness, **more}
+    return Selection(members=members, **more)
 
 
 def mixed_trajectories(seed: int = 0, *, groups: int = 3, size: int = 4, temperature: float = 1.0, version: int = 0, keys: bool = False) -> list[Trajectory]:
@@ -122,6 +128,28 @@ def with_logprobs(trajectory: Trajectory, logprobs: Sequence[float]) -> Trajecto
     return replace(trajectory, sampler_logprobs=tuple(min(float(value), 0.0) for value in logprobs))
 
 
+def with_verified(trajectory: Trajectory, verified: Sequence[tuple[int, int, float]]) -> Trajectory:
+    """`verified`: (step, version, what the verified log-probs differ by) of whole actions that newer weights accepted."""
+    spans, logprobs, place = [], [], 0
+    changed = {step: (version, difference) for step, version, difference in verified}
+    for index, step in enumerate(trajectory.steps):
+        length = step.action_end - step.action_start
+        if index in changed:
+            version, difference = changed[index]
+            spans.append(VersionSpan(version=PolicyVersion(0, version), start=step.action_start, end=step.action_end))
+            logprobs += [min(value + difference, 0.0) for value in trajectory.sampler_logprobs[place : place + length]]
+        place += length
+    return replace(trajectory, verified_spans=tuple(spans), verified_logprobs=tuple(logprobs), round=1)
+
+
+def as_if_newly_drawn(trajectory: Trajectory) -> Trajectory:
+    """The same trajectory, whose verified tokens were drawn by the weights that verified them."""
+    steps = tuple(replace(step, version_spans=tuple(trajectory.effective_spans(step))) for step in trajectory.steps)
+    newer = dict(zip([p for span in trajectory.verified_spans for p in range(span.start, span.end)], trajectory.verified_logprobs, strict=True))
+    logprobs = [newer.get(position, value) for position, value in zip(action_positions(trajectory), trajectory.sampler_logprobs, strict=True)]
+    return replace(trajectory, steps=steps, sampler_logprobs=tuple(logprobs), verified_spans=(), verified_logprobs=(), round=0)
+
+
 def action_positions(trajectory: Trajectory) -> list[int]:
     return [position for step in trajectory.steps for position in range(step.action_start, step.action_end)]
 
@@ -132,7 +160,17 @@ def full_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
     return torch.log_softmax(logits / trajectory.temperature, dim=-1)
 
 
-def action_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
+def step_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
+    """[T, V] log-probabilities at every position when each step sees its own observation only (rollout.context)."""
+    parts, start = [], 0
+    for step in trajectory.steps:
+        logits = model(input_ids=torch.tensor([trajectory.tokens[start : step.action_end]])).logits[0]
+        parts.append(torch.log_softmax(logits / trajectory.temperature, dim=-1))
+        start = step.action_end
+    return torch.cat(parts)
+
+
+def action_logprobs(model: Any, trajectory: Trajectory, table: Callable[[Any, Trajectory], torch.Tensor] = full_logprobs) -> torch.Tensor:
     """[num_action_tokens], with gradient."""
-    rows = full_logprobs(model, trajectory)
+    rows = table(model, trajectory)
     return torch.stack([rows[position - 1, trajectory.tokens[position]] for position in action_positions(trajectory)])

@@ -201,3 +201,24 @@ def test_losses_bring_their_papers_advantage_and_scale_only_at_the_defaults() ->
     assert losses.resolve_loss_scale(Loss.GRPO, LossScale.CONSTANT) is LossScale.CONSTANT
     assert losses.resolve_loss_scale(Loss.RLOO, LossScale.TOKEN) is LossScale.CONSTANT
     assert losses.resolve_loss_scale(Loss.PPO_CLIP, LossScale.TOKEN) is LossScale.TOKEN
+
+
+def test_members_known_but_not_in_the_batch_count_in_baseline_and_scale() -> None:
+    known = [1.0, 0.0, 0.0, 3.0]  # mean 1, population variance 1.5; the batch holds the first and the last
+    deviation = math.sqrt(1.5)
+    assert group_advantages([1.0, 3.0], Advantage.MEAN_STD, known) == pytest.approx([0, 2 / deviation], abs=1e-5)
+    assert group_advantages([1.0, 3.0], Advantage.MEAN, known) == pytest.approx([0, 2])
+    assert group_advantages([3.0], Advantage.LEAVE_ONE_OUT, known) == pytest.approx([3 - 1 / 3])  # its own reward is one of the four
+    assert group_advantages([0.0], Advantage.LEAVE_ONE_OUT, known) == pytest.approx([-4 / 3])
+    assert group_advantages([1.0, 3.0], Advantage.NONE, known) == pytest.approx([1, 3])
+
+
+@pytest.mark.parametrize("advantage", list(Advantage))
+def test_a_group_known_as_a_whole_has_the_same_advantages_bit_for_bit(advantage: Advantage) -> None:
+    generator = np.random.default_rng(0)
+    for size in (1, 2, 5, 8, 16, 33):
+        rewards = generator.normal(size=size).tolist()
+        whole = group_advantages(rewards, advantage)
+        assert group_advantages(rewards, advantage, rewards).tolist() == whole.tolist()
+        one_by_one = [float(group_advantages([reward], advantage, rewards)[0]) for reward in rewards]
+        assert one_by_one == whole.tolist()

@@ -109,8 +109,8 @@ def _make(settings: Settings, code: RecipeCode, directory: Path, progress: Progr
             _train(model, tokenizer, settings, code, progress)
         finally:
             torch.set_num_threads(num_threads)
+        progress("warm start", 1.0)
     scratch.write_model(model, tokenizer, settings, directory)
-    progress("warm start", 1.0)
 
 
 def _train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, settings: Settings, code: RecipeCode, progress: Progress) -> None:
