@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.learner_material import make_selection, make_trajectory, mixed_trajectories
-from headrace.config import Advantage, LossScale
+from headrace.config import Advantage, ContextRule, LossScale
 from headrace.learner.batch import Batch, MicroBatch, coefficients, deal_rows, micro_batches, split_minibatches, weigh
 from headrace.learner.unpack import unpack
 from headrace.types import PolicyVersion, Trajectory
@@ -16,15 +16,15 @@ from headrace.types import PolicyVersion, Trajectory
 VERSION = 9
 
 
-def unpacked(trajectories: list[Trajectory], *, max_staleness: int = 4) -> Batch:
+def unpacked(trajectories: list[Trajectory], *, max_staleness: int = 4, context: ContextRule = ContextRule.TRAJECTORY) -> Batch:
     selection = make_selection(trajectories, version=VERSION, max_staleness=max_staleness)
-    return unpack(selection, PolicyVersion(0, VERSION), {0: 0}, Advantage.MEAN)
+    return unpack(selection, PolicyVersion(0, VERSION), {0: 0}, Advantage.MEAN, context=context)
 
 
-def cut(batch: Batch, rows: np.ndarray, budget: int) -> list[MicroBatch]:
+def cut(batch: Batch, rows: np.ndarray, budget: int, *, whole: bool = True) -> list[MicroBatch]:
     weighing = weigh(batch, VERSION)
     coefficient = coefficients(batch, weighing, np.arange(len(batch.rows)), LossScale.SEQUENCE, 100)
-    return list(micro_batches(batch, weighing, rows, coefficient, budget_tokens=budget, dtype=torch.float64, device=torch.device("cpu")))
+    return list(micro_batches(batch, weighing, rows, coefficient, budget_tokens=budget, dtype=torch.float64, device=torch.device("cpu"), whole=whole))
 
 
 step = st.tuples(st.integers(1, 12), st.lists(st.tuples(st.integers(0, VERSION), st.integers(1, 6)), min_size=0, max_size=3), st.sampled_from([0.0, 0.0, 1.0]))
@@ -72,6 +72,31 @@ def test_every_trained_token_is_packed_once_whatever_the_cut(trajectories: list[
             assert float(part.sampler_logprobs_N[part.index_N == index]) == source.sampler_logprobs[int(index) - batch.rows[int(batch.row_A[index])].start]
     weight = sum(float(part.coefficient_N.sum()) for part in parts)
     assert not parts or abs(weight - 1.0) < 1e-9  # sequence scale: every trajectory weighs 1 / trajectories
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_trajectories(), st.integers(16, 80), st.booleans())
+def test_input_rows_of_single_observations_hold_their_own_context_and_nothing_else(trajectories: list[Trajectory], budget: int, whole: bool) -> None:
+    batch = unpacked(trajectories, context=ContextRule.OBSERVATION)
+    trained = weigh(batch, VERSION).trained_A
+    parts = cut(batch, np.arange(len(batch.rows)), budget, whole=whole)
+    packed = sorted(index for part in parts for index in part.index_N.tolist())
+    assert packed == np.flatnonzero(trained).tolist()
+    step_of = {index: step for row in batch.rows for step in row.steps for index in range(step.start, step.end)}
+    for part in parts:
+        width = part.tokens_RT.shape[1]
+        inputs = {index: divmod(int(hidden), width) for index, hidden in zip(part.index_N.tolist(), part.hidden_N, strict=True)}
+        assert sorted({place for place, _ in inputs.values()}) == list(range(part.tokens_RT.shape[0]))  # no input row without a trained token
+        for index, (place, column) in inputs.items():
+            source, position = trajectories[int(batch.row_A[index])], int(batch.positions_A[index])
+            assert part.tokens_RT[place, : column + 1].tolist() == list(source.tokens[step_of[index].context_start : position])
+            assert all((place == other) == (step_of[index] is step_of[i]) for i, (other, _) in inputs.items())
+        together = {place: set(part.index_N[part.row_N == place].tolist()) for place in set(part.row_N.tolist())}
+        for members in together.values():
+            (owner,) = {int(batch.row_A[index]) for index in members}
+            row = batch.rows[owner]
+            assert not whole or members == {index for index in range(row.start, row.end) if trained[index]}
+        assert part.padded_tokens <= budget or part.tokens_RT.shape[0] == 1 or len(together) == 1
 
 
 @settings(max_examples=40, deadline=None)
