@@ -18,7 +18,7 @@ from headrace.clock import now
 from headrace.config import Settings
 from headrace.pool.pool import ExperiencePool, PoolClosedError, Retirement
 from headrace.types import EndReason, FinishedRollout, PolicyVersion, RolloutKey, Task, TrajectorySummary, VersionCount
-from headrace.updates import MemberOutcome, Selection, UpdateResult
+from headrace.updates import MemberOutcome, SelectedMember, Selection, UpdateResult
 
 TASK = Task(id="a", data={})
 
@@ -44,9 +44,13 @@ def finished(
     end: EndReason = EndReason.DONE,
     discarded: int = 0,
     key_steps: int | None = None,
+    steps: int | None = None,
     kind: str = "default",
+    round: int = 0,
+    refreshed: int = 0,
+    refreshed_key_steps: int = 0,
 ) -> FinishedRollout:
-    """`versions`: version -> unmarked tokens; `key_versions`: version -> tokens of key steps, one step a version unless told."""
+    """`versions`: version -> unmarked tokens; `key_versions`: version -> tokens of key steps; one step of each kind a version unless told."""
     versions, key_versions = {0: 3} if versions is None else versions, key_versions or {}
     numbers = sorted({*versions, *key_versions})
     tokens = sum(versions.values()) + sum(key_versions.values())
@@ -59,26 +63,30 @@ def finished(
         error=None if end is EndReason.DONE else "scripted",
         num_tokens=tokens + 2,
         num_action_tokens=tokens,
-        num_steps=1,
+        num_steps=len(versions) + len(key_versions) if steps is None else steps,
         num_key_steps=len(key_versions) if key_steps is None else key_steps,
         discarded_tokens=discarded,
         versions=tuple(VersionCount(version=version(number), unmarked=versions.get(number, 0), key=key_versions.get(number, 0)) for number in numbers),
         seconds=1.0,
         wait_seconds=0.0,
+        round=round,
+        refreshed_tokens=refreshed,
+        refreshed_key_steps=refreshed_key_steps,
     )
     return FinishedRollout(summary=summary, payload=repr(tuple(key)).encode())
 
 
-def outcome(summary: TrajectorySummary, *, last_version: int, max_staleness: int, max_key_staleness: int) -> MemberOutcome:
+def outcome(member: SelectedMember, *, last_version: int, max_staleness: int, max_key_staleness: int) -> MemberOutcome:
     """What a correct learner reports: key tokens are always trained, unmarked ones within the bound at the last minibatch."""
-    stale = sum(count.unmarked for count in summary.versions if last_version - count.version.number > max_staleness)
-    old_key = any(count.key and last_version - count.version.number > max_key_staleness for count in summary.versions)
+    summary = member.summary
+    stale = 0 if member.marked else sum(count.unmarked for count in summary.versions if last_version - count.version.number > max_staleness)
+    old_key = any((member.marked or count.key) and last_version - count.version.number > max_key_staleness for count in summary.versions)
     return MemberOutcome(
         key=summary.key,
         trained_tokens=summary.num_action_tokens - stale,
         skipped_tokens={"stale": stale} if stale else {},
-        trained_key_steps=summary.num_key_steps,
-        over_bound_key_steps=summary.num_key_steps if old_key else 0,
+        trained_key_steps=member.num_key_steps,
+        over_bound_key_steps=member.num_key_steps if old_key else 0,
     )
 
 
@@ -91,7 +99,7 @@ def learned(selection: Selection, *, trained_from: int, settings: Settings, refu
         version_before=version(trained_from),
         version_after=version(trained_from + updates),
         outcomes=tuple(
-            outcome(member.summary, last_version=last, max_staleness=selection.max_staleness, max_key_staleness=selection.max_key_staleness)
+            outcome(member, last_version=last, max_staleness=selection.max_staleness, max_key_staleness=selection.max_key_staleness)
             for member in selection.members
         ),
         statistics=None,
