@@ -9,15 +9,21 @@ Marks lie over the trajectory. Nothing here changes a token, a log-probability o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from headrace.config import MarkSettings
 from headrace.marks import RULE_WEIGHT, StepView, TrajectoryView, observation_text, parse_rule
 from headrace.rollout.checks import RolloutEnded, as_float, shown_value, text_of
-from headrace.types import EndReason, Observation
+from headrace.types import Action, EndReason, Observation, Task
+
+
+async def _no_function(trajectory: TrajectoryView) -> object:
+    raise AssertionError("marks.function is not set")
+
 
 RECENT_STEPS = 8192
 """Steps that an entropy is compared with, the newest of a worker."""
@@ -26,8 +32,9 @@ RECENT_STEPS = 8192
 class Marker:
     """The markers of one worker. It remembers the entropies of recent steps, so rollouts share it."""
 
-    def __init__(self, settings: MarkSettings, function: Callable[[TrajectoryView], Awaitable[object]]) -> None:
-        """`function` awaits the recipe's marks.function; it is called only where the settings name one."""
+    def __init__(self, settings: MarkSettings | None = None, function: Callable[[TrajectoryView], Awaitable[object]] = _no_function) -> None:
+        """None: the environment's marks only (evaluation). `function` awaits the recipe's marks.function, where the settings name one."""
+        settings = settings or MarkSettings()
         rules = [parse_rule(text) for text in settings.rules]
         self._before = [rule for rule in rules if rule.is_known_before]
         self._after = [rule for rule in rules if not rule.is_known_before]
@@ -65,6 +72,42 @@ class Marker:
             raise RolloutEnded(EndReason.MARK_ERROR, f"marks.function '{name}' returned {error}") from error
         except Exception as error:
             raise RolloutEnded(EndReason.MARK_ERROR, f"marks.function '{name}': {text_of(error)}") from error
+
+
+class RolloutMarks:
+    """Marks of one rollout while it goes on: what it showed and drew is kept as long as a marker wants to see it at the end."""
+
+    def __init__(self, marker: Marker) -> None:
+        self._marker = marker
+        self._steps: list[StepView] = []
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether nothing can become key once its action is sampled: `at_the_end` is not needed."""
+        return not self._marker.marks_afterwards
+
+    def before(self, observation: Observation) -> float:
+        """Key weight of the action that is sampled next."""
+        return self._marker.before(observation)
+
+    def acted(self, step: int, observation: Observation, action: Action, logprobs: tuple[float, ...], entropies: tuple[float, ...] | None) -> None:
+        """The whole action of a step stands. One that stood there before, and all after it, are gone (verification)."""
+        if self._marker.marks_afterwards:
+            del self._steps[step:]
+            view = StepView(
+                observation=observation_text(observation),
+                action=action.text,
+                tokens=action.tokens,
+                logprobs=logprobs,
+                entropies=entropies,
+                key=observation.key,
+            )
+            self._steps.append(view)
+
+    async def at_the_end(self, task: Task, rewards: Sequence[float], end_reason: EndReason) -> list[float]:
+        """[steps] key weights of what is known now; `rewards`: [steps]. Raises RolloutEnded, see Marker.after."""
+        steps = tuple(dataclasses.replace(step, reward=reward) for step, reward in zip(self._steps, rewards, strict=True))
+        return await self._marker.after(TrajectoryView(task=task, steps=steps, reward=math.fsum(rewards), end_reason=end_reason))
 
 
 def marks_afterwards(settings: MarkSettings) -> bool:
