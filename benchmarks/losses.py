@@ -2,9 +2,7 @@
 
     python benchmarks/losses.py --updates 80 --staleness 4
 
-Everything runs in one process on the parts of recipes/one_file_loop.py, with a delay line between sampler and learner: each batch
-waits until it is `--staleness` updates old (the first ones less: all of them are sampled before the first update). So all arms
-get the same tasks, random streams and staleness, and nothing depends on the machine's speed. `ppo_clip, staleness 0` is the
+Everything runs in one deterministic process, with a delay line between sampler and learner (loop.py). `ppo_clip, staleness 0` is the
 same loop without the delay.
 
 Scores are the share of evaluation problems answered right: sampled at temperature 1, and greedy. Resumable: an arm in --out is
@@ -15,26 +13,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import statistics
-import sys
-import time
-from collections import deque
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-from headrace.evaluation import evaluation_requests  # noqa: E402
-from headrace.tasks.source import evaluation_tasks  # noqa: E402
-from headrace.types import SamplingParameters  # noqa: E402
-from one_file_loop import Loop  # noqa: E402
+from headrace.evaluation import evaluation_requests
+from headrace.tasks.source import evaluation_tasks
+from headrace.types import SamplingParameters
+from loop import SHOWN, Loop, heading, kept, train_stale
 
 PLAIN = ["learner.loss=reinforce"]
 SEQUENCE = ["learner.ratio_level=sequence"]
@@ -59,14 +45,17 @@ ARMS: dict[str, list[str]] = {
     "reinforce + sequence_masked, sequence": [*PLAIN, "learner.correction=sequence_masked", *SEQUENCE],
 }
 """What stands before the `+` is the loss; `token` and `sequence` are learner.ratio_level."""
-SHOWN = ("effective_sample_size", "ratio_max", "clipped_fraction", "masked_fraction", "entropy", "gradient_norm")
 
 
-async def score(loop: Loop, *, greedy: bool) -> float:
-    """Share of the evaluation tasks that are answered right."""
+async def scores(loop: Loop) -> list[float]:
+    """Share of the evaluation tasks that are answered right: sampled, greedy."""
+    return [await _score(loop, temperature) for temperature in (1.0, 0.0)]
+
+
+async def _score(loop: Loop, temperature: float) -> float:
     sampling = loop.sampling
     parameters = SamplingParameters(
-        temperature=0.0 if greedy else 1.0, max_action_tokens=sampling.max_action_tokens, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings
+        temperature=temperature, max_action_tokens=sampling.max_action_tokens, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings
     )
     requests = evaluation_requests(loop.settings, evaluation_tasks(loop.settings, loop.code), parameters)
     async with asyncio.TaskGroup() as running:
@@ -74,47 +63,15 @@ async def score(loop: Loop, *, greedy: bool) -> float:
     return statistics.fmean(rollout.result().reward for rollout in rollouts)
 
 
-async def train_stale(loop: Loop, *, num_updates: int, staleness: int, every: int) -> dict[str, Any]:
-    """Trains on batches that are `staleness` updates old. Returns scores, curve and the learner's statistics of each update."""
-    waiting: deque[Any] = deque()
-    updates: list[dict[str, float]] = []
-    curve: list[tuple[int, float, float]] = []
-    number = 0
-    training_seconds = 0.0
-    async with asyncio.TaskGroup() as background:
-        engine = background.create_task(loop.sampler.run(lambda: "environment"))
-        for update in range(num_updates + 1):
-            if update % every == 0 or update == num_updates:
-                curve.append((update, await score(loop, greedy=False), await score(loop, greedy=True)))
-            if update == num_updates:
-                break
-            started = time.perf_counter()
-            while len(waiting) <= staleness:
-                waiting.append(await loop.sample(number))
-                number += 1
-            batch = waiting.popleft()
-            result = await loop.learn(loop.select(batch, update, max_staleness=staleness))
-            training_seconds += time.perf_counter() - started
-            statistics_ = None if result is None else result.statistics
-            if statistics_ is not None:
-                reward = statistics.fmean(trajectory.reward for trajectory in batch if not trajectory.failed)
-                updates.append({"reward": reward, **{name: getattr(statistics_, name) for name in SHOWN}, "staleness": statistics_.staleness_mean})
-        engine.cancel()
-    await loop.user_code.close()
-    return {"curve": curve, "updates": updates, "seconds": training_seconds}
-
-
 def run_arm(recipe: str, arm: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    path = arguments.out / f"{arm.replace(' ', '_').replace(',', '').replace('+', 'and')}-{seed}.json"
-    if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    loop = Loop(recipe, [*ARMS[arm], f"run.seed={seed}", f"run.num_updates={arguments.updates}", *arguments.overrides])
     staleness = 0 if arm.endswith("staleness 0") else arguments.staleness
-    result = asyncio.run(train_stale(loop, num_updates=arguments.updates, staleness=staleness, every=arguments.every))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result))
-    return result
+    overrides = [*ARMS[arm], f"run.seed={seed}", f"run.num_updates={arguments.updates}", *arguments.overrides]
+    options = {"num_updates": arguments.updates, "staleness": staleness, "every": arguments.every}
+
+    def run() -> dict[str, Any]:
+        return train_stale(Loop(recipe, overrides), scores, **options)
+
+    return kept(arguments.out, f"{arm}-{seed}", {"recipe": recipe, "overrides": overrides, **options}, run)
 
 
 def verdict(runs: list[dict[str, Any]], reference: float) -> str:
@@ -154,8 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark-losses"))
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
-    torch.set_num_threads(1)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.now(UTC):%Y-%m-%d}: {' '.join(sys.argv)}\n", flush=True)
+    print(heading(), flush=True)
     print("| loss + correction | sampled | greedy | effective samples | largest ratio | clipped | masked | seconds | |\n|---|---|---|---|---|---|---|---|---|")
     reference = None
     for arm in arguments.arms:

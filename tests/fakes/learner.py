@@ -77,23 +77,26 @@ class ScriptedLearner:
         pass
 
     def _outcome(self, selection: Selection, index: int) -> MemberOutcome:
-        summary = selection.members[index].summary
+        member = selection.members[index]
+        summary = member.summary
         trained = stale = over = 0
         for count in summary.versions:
             staleness = self._version.number - count.version.number
             assert staleness >= 0, "a token is newer than the learner"
-            trained += count.key
-            over += count.key > 0 and staleness > selection.max_key_staleness
+            key, unmarked = (count.key + count.unmarked, 0) if member.marked else (count.key, count.unmarked)
+            trained += key
+            over += key > 0 and staleness > selection.max_key_staleness
             if staleness > selection.max_staleness:
-                stale += count.unmarked
+                stale += unmarked
             else:
-                trained += count.unmarked
+                trained += unmarked
+        num_key_steps = summary.num_steps if member.marked else summary.num_key_steps
         return MemberOutcome(
             key=summary.key,
             trained_tokens=trained,
             skipped_tokens={"stale": stale} if stale else {},
-            trained_key_steps=summary.num_key_steps,
-            over_bound_key_steps=min(over, summary.num_key_steps),
+            trained_key_steps=num_key_steps,
+            over_bound_key_steps=min(over, num_key_steps),
         )
 
     def _statistics(self, selection: Selection) -> UpdateStatistics:
