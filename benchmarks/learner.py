@@ -4,6 +4,10 @@ Bare: the same micro-batches of the same model, all logits, the sum of the actio
 weights, statistics, optimizer or ledger. One thread, interleaved pairs, a quiet machine or a ratio that says so.
 
     python benchmarks/learner.py [--pairs 7] [--groups 16] [--group-size 8] [--json]
+
+With --saving: what leaving tokens out of the loss saves, in forward tokens and seconds of an update. Agent-like trajectories (median 12
+steps, 8 to 40 tokens an observation, 1 to 8 an action, 3 steps in 10 are key), unmarked steps sampled with probability p
+(learner.unmarked_fraction) or too old, and the policy sees the whole trajectory or its newest observation (rollout.context).
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +32,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.config import Settings
+from headrace.config import ContextRule, Settings
 from headrace.learner.batch import MicroBatch, coefficients, deal_rows, micro_batches, weigh
 from headrace.learner.core import LearnerRank
 from headrace.learner.unpack import unpack
@@ -34,6 +40,7 @@ from headrace.types import EndReason, PolicyVersion, RolloutKey, StepRecord, Sto
 from headrace.updates import SelectedMember, Selection
 
 VOCABULARY = 32
+KEY_SHARE = 0.3
 TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -67,9 +74,34 @@ def door_like(generator: np.random.Generator, group: int, member: int) -> Trajec
     )
 
 
-def make_selection(groups: int, size: int) -> Selection:
+def agent_like(generator: np.random.Generator, group: int, member: int) -> Trajectory:
+    """Observations of 8 to 40 tokens, actions of 1 to 8. The first half of the steps was sampled by version 0, the rest by version 4."""
+    num_steps = int(np.clip(np.exp(generator.normal(np.log(12), 0.6)), 4, 60))
+    tokens: list[int] = []
+    steps = []
+    for index in range(num_steps):
+        start = len(tokens) + int(generator.integers(8, 41))
+        end = start + int(generator.integers(1, 9))
+        tokens += generator.integers(0, VOCABULARY, end - len(tokens)).tolist()
+        span = VersionSpan(version=PolicyVersion(0, 0 if index < num_steps / 2 else 4), start=start, end=end)
+        key = float(generator.random() < KEY_SHARE)
+        steps.append(StepRecord(action_start=start, action_end=end, version_spans=(span,), key_weight=key, reward=0.0, stop_reason=StopReason.STOP))
+    num_action_tokens = sum(step.action_end - step.action_start for step in steps)
+    return Trajectory(
+        key=RolloutKey(group, member, 0),
+        task_id=str(group),
+        task_kind="default",
+        tokens=tuple(tokens),
+        sampler_logprobs=tuple(-float(x) for x in generator.exponential(1.0, num_action_tokens)),
+        steps=tuple(steps),
+        reward=float(generator.integers(0, 2)),
+        end_reason=EndReason.DONE,
+    )
+
+
+def make_selection(groups: int, size: int, kind: Callable[[np.random.Generator, int, int], Trajectory] = door_like) -> Selection:
     generator = np.random.default_rng(0)
-    trajectories = [door_like(generator, group, member) for group in range(groups) for member in range(size)]
+    trajectories = [kind(generator, group, member) for group in range(groups) for member in range(size)]
     members = tuple(SelectedMember(summary=t.summary(), payload=t.to_bytes()) for t in trajectories)
     return Selection(id=0, learner_version=PolicyVersion(0, 0), members=members, max_staleness=10**9, max_key_staleness=10**9)
 
@@ -132,13 +164,76 @@ def measure(pairs: int, groups: int, size: int) -> dict[str, Any]:
     }
 
 
+SAVING_ARMS: dict[str, tuple[float, int]] = {
+    "all steps": (1.0, 10**9),
+    "p = 0.5": (0.5, 10**9),
+    "p = 0.2": (0.2, 10**9),
+    "unmarked of version 0 too old": (1.0, 6),
+}
+"""(learner.unmarked_fraction, max_staleness) of a learner at version 8"""
+
+
+def measure_saving(rounds: int, groups: int, size: int) -> list[dict[str, Any]]:
+    """One row an arm: medians over rounds, arms in turn; each round draws other steps."""
+    torch.set_num_threads(1)
+    selection = make_selection(groups, size, agent_like)
+    arms = {(context, name): arm for context in ContextRule for name, arm in SAVING_ARMS.items()}
+    taken: dict[tuple[ContextRule, str], list[tuple[float, int, int]]] = {key: [] for key in arms}
+    with tempfile.TemporaryDirectory() as directory:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY | {"max_position_embeddings": 4096})).save_pretrained(directory)
+        ranks = {key: LearnerRank(Path(directory), saving_settings(key[0], arms[key][0]), device="cpu") for key in arms}
+    for number in range(-1, rounds):  # the first one only warms up
+        for key, rank in ranks.items():
+            rank._version = PolicyVersion(0, 8)
+            result = rank.learn(replace(selection, id=number + 1, max_staleness=arms[key][1]))
+            assert result.statistics is not None
+            if number >= 0:
+                taken[key].append((result.seconds, result.statistics.padded_tokens, result.statistics.trained_tokens))
+    rows = []
+    for key, found in taken.items():
+        seconds, forward, trained = (statistics.median(column) for column in zip(*found, strict=True))
+        whole = taken[key[0], "all steps"]
+        rows.append(
+            {
+                "context": str(key[0]),
+                "arm": key[1],
+                "trained_tokens": trained,
+                "forward_tokens": forward,
+                "seconds": seconds,
+                "forward_tokens_ratio": forward / statistics.median(one[1] for one in whole),
+                "seconds_ratio": statistics.median(one[0] / other[0] for one, other in zip(found, whole, strict=True)),
+            }
+        )
+    return rows
+
+
+def saving_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"| {row['context']} | {row['arm']} | {row['trained_tokens']:.0f} | {row['forward_tokens']:.0f} ({row['forward_tokens_ratio']:.2f}) "
+        f"| {row['seconds']:.2f} ({row['seconds_ratio']:.2f}) |"
+        for row in rows
+    ]
+    head = ["| context | in the loss | trained tokens | forward tokens | seconds an update |", "|---|---|---|---|---|"]
+    where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {datetime.now(UTC):%Y-%m-%d}"
+    return "\n".join([where, "", *head, *lines])
+
+
+def saving_settings(context: ContextRule, fraction: float) -> Settings:
+    return Settings.model_validate({"rollout": {"context": context}, "learner": {"unmarked_fraction": fraction}, "run": {"num_updates": 10**6}})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--saving", action="store_true", help="what leaving tokens out of the loss saves")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.saving:
+        rows = measure_saving(max(arguments.pairs, 5), arguments.groups, arguments.group_size)
+        print(json.dumps(rows) if arguments.json else saving_table(rows))
+        return
     result = measure(max(arguments.pairs, 5), arguments.groups, arguments.group_size)
     if arguments.json:
         print(json.dumps(result))
