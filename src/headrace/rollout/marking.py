@@ -56,6 +56,10 @@ class Marker:
         """Whether a step can become key only once its action, its reward or the whole rollout is known."""
         return marks_afterwards(self._settings)
 
+    @property
+    def has_function(self) -> bool:
+        return self._settings.function is not None
+
     async def after(self, trajectory: TrajectoryView) -> list[float]:
         """[steps] key weights of what is known after the rollout. Raises RolloutEnded (MARK_ERROR) when the recipe's function fails."""
         weights = [RULE_WEIGHT if any(rule.marks(step) for rule in self._after) else 0.0 for step in trajectory.steps]
@@ -85,6 +89,11 @@ class RolloutMarks:
     def are_complete(self) -> bool:
         """Whether nothing can become key once its action is sampled: `at_the_end` is not needed."""
         return not self._marker.marks_afterwards
+
+    @property
+    def ask_the_recipe(self) -> bool:
+        """Whether `at_the_end` waits for the recipe's function."""
+        return self._marker.has_function
 
     def before(self, observation: Observation) -> float:
         """Key weight of the action that is sampled next."""
