@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,17 @@ def stream_key(seed: int, key: RolloutKey, step: int, *more: int) -> int:
 
     `more`: (round, purpose) of streams that verification uses, so that no number serves twice.
     """
-    state = 0
-    for part in (seed, *key, step, *more):
+    return _chain(_rollout_state(seed, key), (step, *more))
+
+
+@lru_cache(4096)
+def _rollout_state(seed: int, key: RolloutKey) -> int:
+    """The part of the chain that all actions of a rollout share."""
+    return _chain(0, (seed, *key))
+
+
+def _chain(state: int, parts: tuple[int, ...]) -> int:
+    for part in parts:
         state = _mix((state ^ (part & _MASK)) + _GOLDEN & _MASK)
     return state
 
