@@ -141,16 +141,16 @@ def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots:
     lengths_R = np.fromiter(map(len, new_tokens), np.int64, len(new_tokens))
     starts_R, slots_R = np.array(starts, np.int64), np.array(slots, np.int64)
     members = _group_rows(lengths_R, starts_R)
-    order = members[0] if len(members) == 1 else np.concatenate(members)
     identity = len(members) == 1
+    order: Any = slice(None) if identity else np.concatenate(members)  # a slice copies nothing
     lengths, begins = lengths_R[order], starts_R[order]
-    ends = np.cumsum(lengths)
+    ends = lengths.cumsum()
     num_tokens = int(ends[-1])
     packed = np.empty((3, num_tokens), np.int64)
     packed[0] = list(chain.from_iterable(new_tokens if identity else [new_tokens[row] for row in order.tolist()]))
-    packed[1] = np.arange(num_tokens) + np.repeat(begins - (ends - lengths), lengths)
-    packed[2] = np.repeat(slots_R[order], lengths)
-    last_R = np.empty(len(order), np.int64)
+    packed[1] = np.arange(num_tokens) + (begins - (ends - lengths)).repeat(lengths)
+    packed[2] = slots_R[order].repeat(lengths)
+    last_R = np.empty_like(ends)
     last_R[order] = ends - 1
     packed_on_device = torch.from_numpy(packed).to(device)
     groups, position = [], 0
@@ -170,11 +170,11 @@ def _decode_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slo
     return BatchPlan(packed[0:1], packed[1:2], slots_R, last_R, [group], num_rows)
 
 
-def _group_rows(lengths_R: np.ndarray[Any, Any], starts_R: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Row numbers by group: like numbers of queries together, and contexts within a factor of 4."""
+def _group_rows(lengths_R: np.ndarray[Any, Any], starts_R: np.ndarray[Any, Any]) -> list[Any]:
+    """Row numbers by group (a slice for all of them): like numbers of queries together, and contexts within a factor of 4."""
     ends_R = lengths_R + starts_R
     if lengths_R.max() <= SHORT_TOKENS and ends_R.max() * len(ends_R) <= _FEW_KEYS:
-        return [np.arange(len(lengths_R))]
+        return [slice(None)]
     queries = np.where(lengths_R <= SHORT_TOKENS, 0, np.ceil(np.log2(lengths_R))).astype(np.int64)
     windows = np.ceil(np.log2(np.maximum(ends_R / _SMALLEST_WINDOW, 1)) / 2).astype(np.int64)
     kinds = queries * 64 + windows
