@@ -105,7 +105,15 @@ class _Step:
     wait_seconds: float = 0.0
 
     def record(self) -> StepRecord:
-        return StepRecord(**{name: getattr(self, name) for name in self.__slots__})
+        return StepRecord(
+            action_start=self.action_start,
+            action_end=self.action_end,
+            version_spans=self.version_spans,
+            key_weight=self.key_weight,
+            reward=self.reward,
+            stop_reason=self.stop_reason,
+            wait_seconds=self.wait_seconds,
+        )
 
 
 @dataclass(slots=True)
@@ -121,10 +129,13 @@ class RolloutProgress:
     _cut: bool = False
     _timeout: asyncio.Timeout | None = field(default=None, repr=False)
 
-    def enter(self, phase: Phase) -> None:
-        self.phase, self.since_seconds = phase, clock.now()
+    def enter(self, phase: Phase) -> float:
+        """The phase begins now: returns the loop's time."""
+        self.phase = phase
+        time = self.since_seconds = clock.now()
         if phase in ENVIRONMENT_PHASES:
             self.on_wait()
+        return time
 
     def cut(self) -> None:
         """Ends the rollout as CANCELLED, at once. Harmless when it is ending already."""
@@ -233,8 +244,9 @@ class _Rollout:
 
     async def _answer_once(self) -> EndReason:
         observation = first_observation(self._request.task)
+        self._progress.enter(Phase.SAMPLER)
         action = await self._act(self._render(observation), key_weight=0.0, last=True)
-        if self._out_of_time():
+        if clock.now() >= self._deadline_seconds:
             return EndReason.MAX_SECONDS
         return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
 
@@ -268,9 +280,10 @@ class _Rollout:
         for step in range(self._settings.max_steps):
             last = step + 1 == self._settings.max_steps
             action = await self._act(shown, key_weight=observation.key, last=last)
-            if self._out_of_time():
+            asked_seconds = self._progress.enter(Phase.ENVIRONMENT)
+            if asked_seconds >= self._deadline_seconds:
                 return EndReason.MAX_SECONDS
-            following, done = await self._step(environment, action)
+            following, done = await self._step(environment, action, asked_seconds)
             if done:
                 return EndReason.DONE
             if following is None:
@@ -287,18 +300,17 @@ class _Rollout:
             observation = await environment.reset(self._request.task)
         except Exception as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
+        self._progress.enter(Phase.SAMPLER)
         return checked_observation(observation, "reset")
 
-    async def _step(self, environment: Environment, action: Action) -> tuple[Observation | None, bool]:
+    async def _step(self, environment: Environment, action: Action, asked_seconds: float) -> tuple[Observation | None, bool]:
         """(next observation, done); writes the action's reward."""
-        self._progress.enter(Phase.ENVIRONMENT)
-        started = clock.now()
         try:
             outcome: Any = await environment.step(action)
         except Exception as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
         finally:
-            self._steps[-1].wait_seconds = clock.now() - started
+            self._steps[-1].wait_seconds = self._progress.enter(Phase.SAMPLER) - asked_seconds
         if not isinstance(outcome, tuple | list) or len(outcome) != 3:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step returned {shown_value(outcome)}, not (observation, reward, done)")
         observation, reward, done = outcome
@@ -350,7 +362,6 @@ class _Rollout:
             evaluation=self._request.evaluation,
         )
         self._progress.step = len(self._steps)
-        self._progress.enter(Phase.SAMPLER)
         completion = await self._sample(sample_request)
         self._record(completion, key_weight)
         action = read_action(self._tokenizer, completion, sampling)
@@ -396,6 +407,3 @@ class _Rollout:
 
     def _reward(self) -> float:
         return sum(step.reward for step in self._steps) + self._graded
-
-    def _out_of_time(self) -> bool:
-        return clock.now() >= self._deadline_seconds
