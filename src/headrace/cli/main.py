@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch = command("watch", "see what a run does now: progress, who waits for whom, staleness, what to change")
     watch.add_argument("run", metavar="RUN", help=_RUN_HELP)
     watch.add_argument("--once", action="store_true", help="print one frame and end (so does --json, and output that is no terminal)")
+    _add_profile_arguments(command("profile", "measure what the parts of a run take, for headrace plan"))
     _add_trajectories_arguments(command("trajectories", "browse and export what a run sampled"))
 
     _add_mark_arguments(command("mark", "show which recorded steps a rule would mark as key, before a run is spent on it"))
@@ -112,6 +113,21 @@ def _add_report_arguments(report: argparse.ArgumentParser) -> None:
     report.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
 
 
+def _add_profile_arguments(profile: argparse.ArgumentParser) -> None:
+    profile.add_argument("what", metavar="RUN|RECIPE|MODEL", help="a run directory; a recipe, of which a short run is made; with --device a config.json")
+    profile.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of the measuring run of a recipe")
+    profile.add_argument("--out", metavar="FILE", default="profile.json", help="where the profile goes (default: profile.json)")
+    profile.add_argument("--updates", metavar="N", type=_count, default=12, help="updates of the measuring run (default: 12)")
+    profile.add_argument("--run-dir", metavar="DIRECTORY", help="keep the measuring run here (default: it is removed)")
+    profile.add_argument("--device", metavar="NAME", help="estimate without hardware: H100, H200, A100, H20, B200, L40S, or a device.toml")
+    profile.add_argument("--tensor-parallel", metavar="N", type=_count, help="devices of one engine (estimates; default: 1)")
+    profile.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "fp8"), help="of the weights (estimates; default: bfloat16)")
+    profile.add_argument("--prompt-tokens", metavar="N", type=_amount, help="mean (estimates; default: 200)")
+    profile.add_argument("--answer-tokens", metavar="N", type=_amount, help="mean (estimates; default: 1000)")
+    profile.add_argument("--max-answer-tokens", metavar="N", type=_amount, help="longest (estimates; default: none)")
+    profile.add_argument("--group-size", metavar="N", type=_count, help="trajectories of one task (estimates; default: 8)")
+
+
 def _add_trajectories_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("--task", metavar="ID", help="only of this task")
@@ -137,6 +153,13 @@ def _count(given: str) -> int:
     number = int(given)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _amount(given: str) -> float:
+    number = float(given)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError("must be over 0")
     return number
 
 

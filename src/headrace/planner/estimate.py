@@ -1,0 +1,427 @@
+"""What a run does in its steady state, in closed form: pure functions of a profile and a setup.
+
+The search prunes with these; the simulated runtime checks the best. Every formula names its source. Units: seconds, trajectories
+a second; staleness in updates, of the mean trained token unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.planner.distributions import Distribution
+from headrace.planner.profile import Profile
+from headrace.planner.rounds import EngineWork, most_in_flight, pace, play_round
+
+Selection = Literal["oldest_first", "ready_first"]
+_ROUNDS = 60
+"""Of the fixed points below; each halves its error at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One way to run: what a plan proposes."""
+
+    mode: Literal["sync", "async"]
+    placement: Literal["split", "colocated"]
+    num_samplers: int
+    """Engines; each on `profile.model.tensor_parallel` devices. Colocated: as many as fit on all devices."""
+    num_learner_ranks: int
+    """Devices that learn. Colocated: all."""
+    slots_per_sampler: int
+    batch_trajectories: int
+    max_staleness: int = 0
+    selection: Selection = "ready_first"
+    quorum: int | None = None
+    """Members at which a group may be trained; None: all."""
+    max_in_flight: int | None = None
+    """Rollouts of one sampler, waiting ones included; None: only admission bounds them."""
+    micro_batch_tokens: int | None = None
+    gather_seconds: float = 0.003
+    """How long a rollout in its environment keeps its slot (sampler.gather_seconds)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    in_flight: float
+    """Updates published between a token's drawing and the end of its group."""
+    in_pool: float
+    """Updates published after that, until it is trained."""
+
+    @property
+    def mean(self) -> float:
+        return self.in_flight + self.in_pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """The steady state of a setup."""
+
+    step_seconds: float
+    """From one update to the next."""
+    production_rate: float
+    """Trajectories/s that the samplers finish when nothing holds them back but admission."""
+    consumption_rate: float
+    """Trajectories/s that the learner takes when batches are always ready."""
+    generate_seconds: float
+    """Of one batch at the production rate; sync: of the round."""
+    learn_seconds: float
+    """Of one update with handing over and publishing."""
+    running: float
+    """Sequences in a decode step of one sampler, mean."""
+    in_flight: float
+    """Rollouts started and not finished, all samplers, mean."""
+    rollout_seconds: float
+    """Of one rollout, mean."""
+    staleness: Staleness
+    sampler_idle_fraction: float
+    learner_idle_fraction: float
+    occupancy: float
+    """Mean over devices (DESIGN section 2)."""
+    busy_fraction: float
+    bottleneck: Literal["samplers", "learner", "admission", "both in turn"]
+    relative_error: float
+    """Standard deviation of actual / predicted step seconds, from the fits that it rests on."""
+
+    @property
+    def rate(self) -> float:
+        """Trajectories/s through the whole run."""
+        return min(self.production_rate, self.consumption_rate) if self.bottleneck != "both in turn" else self.production_rate
+
+
+# the parts ------------------------------------------------------------------------------------------------------------
+
+
+def engine_work(profile: Profile, slots: int) -> EngineWork:
+    """What decoding takes on one engine of the profile."""
+    lengths = profile.distributions
+    answers, prompts = max(lengths.answer_tokens.mean, 1e-9), lengths.prompt_tokens.mean
+    several = lengths.steps.mean > 1.5
+    return EngineWork(
+        fit=profile.decode.fit,
+        slots=slots,
+        kv_capacity_tokens=profile.decode.kv_capacity_tokens,
+        gap_seconds=profile.decode.gap_seconds,
+        gap_per_sequence=profile.decode.gap_seconds_per_sequence,
+        extra_per_token=prompts / answers,
+        start_context=prompts / max(1.0, lengths.steps.mean) if several else prompts,
+        context_growth=1.0 + prompts / answers if several else 1.0,
+    )
+
+
+def mean_context(profile: Profile) -> float:
+    """Context tokens of a running sequence in the steady state: the mean token of the mean rollout sees E[A^2] / (2 E[A]) before it."""
+    work, answers = engine_work(profile, 1), profile.distributions.answer_tokens
+    if answers.mean <= 0:
+        return work.start_context
+    return work.start_context + work.context_growth * (answers.mean**2 + answers.deviation**2) / (2 * answers.mean)
+
+
+def wait_seconds(profile: Profile) -> float:
+    """Of one rollout in its environment."""
+    return profile.distributions.steps.mean * profile.distributions.tool_wait_seconds.mean
+
+
+def sampler_rate(profile: Profile, slots: int, in_flight: float) -> tuple[float, float]:
+    """(trajectories/s, mean running) of one engine that holds `in_flight` rollouts: Little's law with decode as a shared server."""
+    if in_flight <= 0:
+        return 0.0, 0.0
+    answers = max(profile.distributions.answer_tokens.mean, 1e-9)
+    running, per_token = pace(engine_work(profile, slots), in_flight, mean_context(profile), wait_seconds(profile) / answers)
+    return in_flight / (per_token * answers), running
+
+
+def most_of_one_sampler(profile: Profile, setup: Setup) -> float:
+    """Rollouts in flight that one worker holds when admission does not bound it."""
+    wait = wait_seconds(profile) / max(profile.distributions.answer_tokens.mean, 1e-9)
+    most = most_in_flight(engine_work(profile, setup.slots_per_sampler), mean_context(profile), wait, setup.gather_seconds)
+    return most if setup.max_in_flight is None else min(most, float(setup.max_in_flight))
+
+
+def learn_seconds(profile: Profile, ranks: int, batch_trajectories: float, micro_batch_tokens: int | None = None) -> float:
+    """Of one update in the learner, without handing over and publishing."""
+    lengths = profile.distributions
+    each = profile.learn.tokens_per_trajectory or lengths.prompt_tokens.mean + lengths.answer_tokens.mean
+    return profile.learn.fit.seconds(ranks, micro_batch_tokens or profile.learn.micro_batch_tokens, batch_trajectories * each)
+
+
+def update_seconds(profile: Profile, setup: Setup) -> float:
+    """The learner's whole time of one update: batch there, learn, publish."""
+    learning = learn_seconds(profile, setup.num_learner_ranks, setup.batch_trajectories, setup.micro_batch_tokens)
+    return learning + profile.learn.handover_seconds + profile.weight_update.publish_seconds
+
+
+def group_seconds_factor(profile: Profile, quorum: int | None = None) -> float:
+    """E[seconds until a group may be trained] / E[seconds of a rollout]: its longest member, or with a quorum the one that completes it."""
+    full = profile.group.seconds_tailness or profile.group.tailness
+    size = profile.group.size
+    if quorum is None or quorum >= size:
+        return full
+    lengths = profile.distributions.answer_tokens
+    # the quorum-th of `size` lies near level quorum / (size + 1) of the distribution
+    at_quorum = lengths.quantile(quorum / (size + 1)) / max(lengths.table_mean, 1e-9)
+    return min(full, at_quorum)
+
+
+def draw_to_end(profile: Profile, group_factor: float) -> float:
+    """Mean time from the drawing of a token to when its group may be trained / mean rollout seconds.
+
+    Measured, or from independent members whose seconds go with their answers: a token's own rollout is long (it counts once for each
+    of its tokens), its group ends with the longer of it and the others, and it was drawn halfway: E[A max(A, others)] / E[A]^2 -
+    E[A^2] / (2 E[A]^2).
+    """
+    full = profile.group.seconds_tailness or profile.group.tailness
+    measured = profile.group.draw_to_end
+    if measured is None:
+        values = profile.distributions.answer_tokens.stratified(64)
+        mean = sum(values) / len(values)
+        if mean <= 0:
+            return 0.5
+        together = 0.0
+        for index, value in enumerate(values):
+            below = ((index + 0.5) / 64) ** (profile.group.size - 1)
+            longer = sum(values[k] * (((k + 1) / 64) ** (profile.group.size - 1) - (k / 64) ** (profile.group.size - 1)) for k in range(index + 1, 64))
+            together += value * (value * below + longer)
+        measured = together / 64 / mean**2 - sum(value**2 for value in values) / 64 / (2 * mean**2)
+    return max(0.0, measured - (full - group_factor))
+
+
+# whole runs -----------------------------------------------------------------------------------------------------------
+
+
+def steady_state(profile: Profile, setup: Setup) -> Steady:
+    """Of any setup. max_staleness = 0 in async equals sync on the same split (DESIGN section 5)."""
+    if setup.mode == "sync" or setup.max_staleness == 0:
+        return sync_step(profile, setup)
+    return async_step(profile, setup)
+
+
+def sync_step(profile: Profile, setup: Setup) -> Steady:
+    """generate + learn + hand over + publish, one after the other; samplers take the weights up before they go on.
+
+    All sources agree on the sum (verl's tables add up to a few per cent). Staleness 0: nothing is trained that older weights drew.
+    """
+    lengths = profile.distributions
+    each = setup.batch_trajectories / setup.num_samplers
+    count = max(1, round(each))
+    answers = lengths.answer_tokens.stratified(count)
+    answers[-1] = max(answers[-1], lengths.answer_tokens.expected_max(setup.batch_trajectories))
+    waits = _waits(profile, answers)
+    capacity = profile.decode.saturation.running
+    work = engine_work(profile, setup.slots_per_sampler)
+    one = play_round(work, _mixed(answers), _mixed(waits), capacity)
+    # engines draw different rollouts: they all wait for the one that holds the longest, the others hold an ordinary round
+    generate = one.seconds * (each / count if each < 1 else 1.0)
+    learn = update_seconds(profile, setup) + profile.weight_update.transfer_seconds
+    step = generate + learn
+    learner_busy = learn_seconds(profile, setup.num_learner_ranks, setup.batch_trajectories, setup.micro_batch_tokens) / step
+    occupied, sampler_busy = one.occupied_seconds / step, one.busy_seconds / step
+    colocated = setup.placement == "colocated"
+    share = 1.0 if colocated else _sampler_share(profile, setup)
+    rollout = generate / max(1.0, math.ceil(count / setup.slots_per_sampler))
+    return Steady(
+        step_seconds=step,
+        production_rate=setup.batch_trajectories / step if colocated else setup.batch_trajectories / generate,
+        consumption_rate=setup.batch_trajectories / learn,
+        generate_seconds=generate,
+        learn_seconds=learn,
+        running=one.tokens * work.fit.seconds(1) / max(one.busy_seconds, 1e-12)
+        if count == 1
+        else one.occupied_seconds / max(one.busy_seconds, 1e-12) * capacity,
+        in_flight=setup.batch_trajectories * generate / step,
+        rollout_seconds=rollout,
+        staleness=Staleness(in_flight=0.0, in_pool=0.0),
+        sampler_idle_fraction=1.0 - sampler_busy,
+        learner_idle_fraction=1.0 - learner_busy,
+        occupancy=min(1.0, occupied + learner_busy) if colocated else share * occupied + (1 - share) * learner_busy,
+        busy_fraction=min(1.0, sampler_busy + learner_busy) if colocated else share * sampler_busy + (1 - share) * learner_busy,
+        bottleneck="both in turn",
+        relative_error=_blend(generate, profile.decode.fit.relative_error, learn, profile.learn.fit.relative_error),
+    )
+
+
+def async_step(profile: Profile, setup: Setup) -> Steady:
+    """step = max(learn, B / rate), the rate bounded by slots, KV cache, and admission: started and not retired <= (s + 1) B.
+
+    Little's law over one trajectory's way, its group's longest member and the assembly of its batch included, turns the bound into
+    rollouts in flight (AReaL, arXiv 2505.24298: floor((N - 1) / B) <= i + eta; SkyRL: at most (s + i) B).
+    """
+    batch, step = float(setup.batch_trajectories), update_seconds(profile, setup)
+    learn, consumption = step, setup.batch_trajectories / step
+    factor = group_seconds_factor(profile, setup.quorum)
+    admitted = (setup.max_staleness + 1) * batch
+    plenty = most_of_one_sampler(profile, setup)
+    rate, running, in_flight, possible = 0.0, 0.0, 0.0, 0.0
+    for _ in range(_ROUNDS):
+        # of what is admitted, one batch is with the learner while it learns, and half a batch waits to be whole
+        room = max(batch / 8, (admitted - batch * min(1.0, learn / step) - batch / 2) / factor)
+        in_flight = min(room, setup.num_samplers * plenty)
+        one, running = sampler_rate(profile, setup.slots_per_sampler, in_flight / setup.num_samplers)
+        pause = min(0.9, profile.weight_update.pause_seconds / step)
+        possible = setup.num_samplers * one * (1.0 - pause)
+        rate = min(possible, consumption)
+        step = (step + max(learn, batch / max(possible, 1e-12))) / 2
+    step = max(learn, batch / possible)
+    unbounded, _ = sampler_rate(profile, setup.slots_per_sampler, plenty)
+    held = possible < 0.97 * min(setup.num_samplers * unbounded, consumption)
+    rollout = in_flight / possible
+    if possible > consumption:  # the learner is the slower one: samplers are held back, the pool is full
+        in_flight, rollout, running = _throttled(profile, setup, consumption, in_flight)
+    staleness = mean_staleness(
+        step_seconds=step, learn_seconds=learn, max_staleness=setup.max_staleness, group_seconds=factor * rollout,
+        draw_to_end_seconds=rollout * draw_to_end(profile, factor), resequencing=_resequencing(profile, setup, rollout, rate),
+        rate_ratio=possible / consumption,
+    )  # fmt: skip
+    capacity, share = profile.decode.saturation.running, _sampler_share(profile, setup)
+    work = engine_work(profile, setup.slots_per_sampler)
+    together = max(1.0, running)
+    seconds = work.fit.seconds(together, mean_context(profile), work.extra_per_token * together)
+    steps_per_second = rate / setup.num_samplers * profile.distributions.answer_tokens.mean / together
+    sampler_busy = min(1.0, steps_per_second * seconds)
+    learner_busy = learn_seconds(profile, setup.num_learner_ranks, batch, setup.micro_batch_tokens) / step
+    occupied = sampler_busy * min(1.0, together / capacity)
+    return Steady(
+        step_seconds=step, production_rate=possible, consumption_rate=consumption, generate_seconds=batch / possible, learn_seconds=learn,
+        running=running, in_flight=in_flight, rollout_seconds=rollout, staleness=staleness,
+        sampler_idle_fraction=1.0 - sampler_busy, learner_idle_fraction=1.0 - learner_busy,
+        occupancy=share * occupied + (1 - share) * learner_busy, busy_fraction=share * sampler_busy + (1 - share) * learner_busy,
+        bottleneck="learner" if possible >= consumption else "admission" if held else "samplers",
+        relative_error=profile.learn.fit.relative_error if possible >= consumption else profile.decode.fit.relative_error,
+    )  # fmt: skip
+
+
+# staleness ------------------------------------------------------------------------------------------------------------
+
+
+def mean_staleness(
+    *, step_seconds: float, learn_seconds: float, max_staleness: int, draw_to_end_seconds: float, group_seconds: float, resequencing: float, rate_ratio: float
+) -> Staleness:  # fmt: skip
+    """Of the mean trained token. Updates published in an interval of L seconds that ends when a batch is taken: L/step + u - 1/2.
+
+    u = min(1, learn / step) is the learner's busy share: the last update came out learn seconds after the take before. With L half a
+    step of assembly this is the in-queue staleness rho of Applied Compute (2026); the part before the pool is theirs without its
+    throttle, C M / B = rollout x M / step, less the time before the token was drawn, since weights change in flight. Where the
+    learner is the slower one the pool fills to the bound, and Little's law gives the time in it: (s + 1) B / rate in all.
+
+    `draw_to_end_seconds`: from a token's drawing to the end of its group; `group_seconds`: from the group's start. `resequencing`:
+    seconds that finished groups wait for older ones (oldest_first). `rate_ratio`: production / consumption.
+    """
+    busy = min(1.0, learn_seconds / step_seconds)
+    before = draw_to_end_seconds / step_seconds
+    waiting = 0.5 + resequencing / step_seconds
+    if rate_ratio > 1.0:
+        filled = max(waiting, max_staleness - group_seconds / step_seconds)
+        # just above balance the pool has not filled for good: it drifts between empty and full
+        waiting += (filled - waiting) * min(1.0, 10.0 * (rate_ratio - 1.0))
+    pool = max(0.0, waiting + busy - 0.5)
+    total = before + pool
+    most = max_staleness * 1.0
+    if total > most:  # what is older is not trained
+        before, pool = before * most / total, pool * most / total
+    return Staleness(in_flight=before, in_pool=pool)
+
+
+def queue_drop_staleness(*, concurrency: float, batch: float, rho: float, tailness: float, queue_batches: float) -> Staleness:
+    """Since a sample's start, FIFO that drops its oldest on overflow (Applied Compute, 3 Jul 2026; `rho` = sampler / trainer rate).
+
+    In flight C M / (B max(1, rho)); in the queue rho below 1, else (2 q + rho - 1) / (2 rho).
+    """
+    before = concurrency * tailness / (batch * max(1.0, rho))
+    inside = rho if rho < 1.0 else (2 * queue_batches + rho - 1) / (2 * rho)
+    return Staleness(in_flight=before, in_pool=inside)
+
+
+def prefetch_staleness(*, concurrency: float, batch: float, rho: float, queue: float, bound: float, prefetched: float = 1.0) -> Staleness:
+    """Since a group's start, weights swapped in place, one batch fetched ahead (balance model of the miles study; all in groups).
+
+    In flight C / (B max(1, rho)); below balance only the prefetched batch waits, above it the queue fills to K: + K / B; at most `bound`.
+    """
+    before = concurrency / (batch * max(1.0, rho))
+    inside = prefetched + (queue / batch if rho > 1.0 else 0.0)
+    total = min(before + inside, bound)
+    before = min(before, total)
+    return Staleness(in_flight=before, in_pool=total - before)
+
+
+def resequencing_seconds(durations: Distribution, group_size: int, groups_per_second: float) -> float:
+    """How long finished groups wait until every older one is finished, when groups start at an even rate and leave in order.
+
+    A group leaves at max over k >= 0 of (D_k - k / rate), D_k durations of those that started k before it:
+    P(it leaves within x) = product over k of F(x + k / rate)^G. Its mean less the group's own.
+    """
+    if groups_per_second <= 0 or durations.most <= 0:
+        return 0.0
+    gap, most = 1.0 / groups_per_second, durations.most
+    own = durations.expected_max(group_size)
+    points, total = 200, 0.0
+    for index in range(points):
+        x = (index + 0.5) / points * most
+        inside, later = 1.0, x
+        while later < most and inside > 1e-9:
+            inside *= (1.0 - durations.share_above(later)) ** group_size
+            later += gap
+        total += (1.0 - inside) * most / points
+    return max(0.0, total - own)
+
+
+def littles_law(rate: float, seconds: float) -> float:
+    """Items in a system = throughput x time in it, whatever the order and the arrivals."""
+    return rate * seconds
+
+
+def idle_shares(rho: float) -> tuple[float, float]:
+    """(samplers, learner) without bounds: a side idles for what the other lacks; rho = sampler / learner rate."""
+    return 1.0 - min(1.0, 1.0 / rho) if rho > 0 else 0.0, 1.0 - min(1.0, rho)
+
+
+# helpers --------------------------------------------------------------------------------------------------------------
+
+
+def _waits(profile: Profile, answers: Sequence[float]) -> list[float]:
+    """Environment seconds of rollouts with these answers: long answers have many steps, and each waits."""
+    lengths = profile.distributions
+    if lengths.answer_tokens.mean <= 0:
+        return [0.0] * len(answers)
+    each = wait_seconds(profile) / lengths.answer_tokens.mean if lengths.steps.mean > 1.5 else 0.0
+    fixed = 0.0 if lengths.steps.mean > 1.5 else wait_seconds(profile)
+    return [fixed + each * answer for answer in answers]
+
+
+def _mixed(values: Sequence[float]) -> list[float]:
+    """In an order that has nothing to do with size, the same for every list of one length."""
+    count = len(values)
+    stride = next(step for step in range(max(1, int(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
+    return [values[index * stride % count] for index in range(count)]
+
+
+def _sampler_share(profile: Profile, setup: Setup) -> float:
+    """Of the devices."""
+    sampling = setup.num_samplers * profile.model.tensor_parallel
+    return sampling / (sampling + setup.num_learner_ranks)
+
+
+def _throttled(profile: Profile, setup: Setup, rate: float, most: float) -> tuple[float, float, float]:
+    """(in flight, rollout seconds, running) at which the samplers make just `rate`: admission holds them there."""
+    low, high = 0.0, most
+    for _ in range(50):
+        middle = (low + high) / 2
+        enough = setup.num_samplers * sampler_rate(profile, setup.slots_per_sampler, middle / setup.num_samplers)[0] >= rate
+        low, high = (low, middle) if enough else (middle, high)
+    _, running = sampler_rate(profile, setup.slots_per_sampler, high / setup.num_samplers)
+    return high, high / rate, running
+
+
+def _resequencing(profile: Profile, setup: Setup, rollout_seconds: float, rate: float) -> float:
+    if setup.selection == "ready_first":
+        return 0.0
+    answers = profile.distributions.answer_tokens
+    durations = answers.scaled(rollout_seconds / max(answers.mean, 1e-9))
+    return resequencing_seconds(durations, profile.group.size, rate / profile.group.size)
+
+
+def _blend(first: float, first_error: float, second: float, second_error: float) -> float:
+    """Relative error of a sum whose parts err independently."""
+    total = first + second
+    return math.hypot(first * first_error, second * second_error) / total if total > 0 else 0.0

@@ -1,0 +1,337 @@
+"""A profile from what a run recorded: its events, its settings, and the config.json of its newest checkpoint. Nothing is run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import ConfigError, Problem
+from headrace.planner.distributions import Distribution
+from headrace.planner.fits import fit_decode, fit_learn
+from headrace.planner.observed import observe
+from headrace.planner.profile import (
+    Decode,
+    DecodePoint,
+    Distributions,
+    Group,
+    Hardware,
+    Learn,
+    LearnPoint,
+    Model,
+    Prefill,
+    Profile,
+    Saturation,
+    Source,
+    WeightUpdate,
+)
+from headrace.planner.roofline import saturation_of
+from headrace.planner.shapes import ModelShape
+
+Line = Mapping[str, Any]
+
+EVENTS_FILE = "events.jsonl"
+_MAX_LEARN_POINTS = 24
+_FAILED_ENDS = frozenset({"environment_error", "reward_error", "prompt_too_long", "sampler_error", "worker_lost", "cancelled", "mark_error"})
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(slots=True)
+class Recording:
+    """The lines of a run that a profile needs."""
+
+    started: Line
+    settings: Mapping[str, Any]
+    directory: Path
+    rollouts: list[Line] = field(default_factory=list)
+    """rollout_finished, without the failed ones."""
+    active: list[Line] = field(default_factory=list)
+    updated: list[Line] = field(default_factory=list)
+    taken: list[Line] = field(default_factory=list)
+    published: list[Line] = field(default_factory=list)
+    acknowledged: list[Line] = field(default_factory=list)
+    levels: list[Line] = field(default_factory=list)
+    windows: list[Line] = field(default_factory=list)
+    last_time: float = 0.0
+
+    def setting(self, section: str, key: str, default: Any) -> Any:
+        return self.settings.get(section, {}).get(key, default)
+
+    def devices(self, *roles: str) -> list[Line]:
+        return [device for device in self.started["devices"] if device["role"] in roles]
+
+
+def measure(directory: Path, *, kind: Literal["run", "measured"] = "run", origin: str | None = None) -> Profile:
+    """Raises ConfigError when it is no run directory, or the run did too little to be measured: no rollout finished, or no update."""
+    recording = read_recording(directory)
+    if not recording.rollouts or not recording.updated:
+        what = "finished no rollout" if not recording.rollouts else "made no update"
+        raise _wrong(directory, f"the run in '{directory}' {what}: there is nothing to profile.", "Profile a run that made some updates.")
+    model, dtype_bytes = _model(recording)
+    distributions, group = _distributions(recording)
+    points = _decode_points(recording, distributions)
+    if not points:
+        raise _wrong(directory, f"the run in '{directory}' reported no decode work.", "Profile a run of this version of headrace.")
+    decode = _decode(recording, points, model, distributions)
+    learn = _learn(recording)
+    return Profile(
+        source=Source(kind=kind, origin=origin or str(directory)),
+        hardware=Hardware(device=str(recording.setting("model", "device", "cpu")), count=len(recording.started["devices"])),
+        model=model,
+        decode=decode,
+        prefill=Prefill(overhead_seconds=0.0, tokens_per_second=min(1e12, 1.0 / max(decode.fit.seconds_per_extra_token, 1e-12))),
+        learn=learn,
+        weight_update=_weight_update(recording, model.num_parameters * dtype_bytes),
+        distributions=distributions,
+        group=group,
+        observed=observe(recording),
+    )
+
+
+def read_recording(directory: Path) -> Recording:
+    """Raises ConfigError when there is no events file or no run in it."""
+    path = directory / EVENTS_FILE
+    if not path.is_file():
+        what = "does not exist" if not directory.exists() else f"holds no {EVENTS_FILE}: it is no run directory"
+        raise _wrong(directory, f"'{directory}' {what}.", "Give the directory of a run, for example runs/NAME-TIME.")
+    try:
+        settings = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # most of a profile does not need them
+        settings = {}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            recording = _collect(_lines(file), settings, directory)
+    except OSError as error:
+        raise _wrong(directory, f"{path} cannot be read: {error.strerror}.", "Check its rights.") from error
+    if recording is None:
+        raise _wrong(directory, f"{path} holds no event of a run yet.", "Profile again when the run has started up.")
+    return recording
+
+
+def _lines(file: Iterable[str]) -> Iterable[Line]:
+    for text in file:
+        if not text.endswith("\n") or text.startswith('{"event":"group_reserved"'):
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "event" in line and "time" in line:
+            yield line
+
+
+def _collect(lines: Iterable[Line], settings: Mapping[str, Any], directory: Path) -> Recording | None:
+    recording: Recording | None = None
+    for line in lines:
+        if recording is None:
+            if line["event"] != "run_started":
+                return None
+            recording = Recording(started=line, settings=settings, directory=directory)
+            continue
+        recording.last_time = line["time"]
+        match line["event"]:
+            case "rollout_finished" if line["end"] not in _FAILED_ENDS:
+                recording.rollouts.append(line)
+            case "worker_active":
+                recording.active.append(line)
+            case "updated" if line["statistics"] is not None:
+                recording.updated.append(line)
+            case "selection_taken":
+                recording.taken.append(line)
+            case "weights_published":
+                recording.published.append(line)
+            case "weights_acknowledged":
+                recording.acknowledged.append(line)
+            case "pool":
+                recording.levels.append(line)
+            case "timed_window":
+                recording.windows.append(line)
+    return recording
+
+
+def _model(recording: Recording) -> tuple[Model, int]:
+    """(model, bytes of one weight); from the newest checkpoint's config.json, else from the bytes that an update sends."""
+    dtype_bytes = _DTYPE_BYTES.get(str(recording.setting("model", "dtype", "float32")), 4)
+    configs = sorted((recording.directory / "checkpoints").glob("update_*/config.json"))
+    if configs:
+        try:
+            shape = ModelShape.load(configs[-1])
+            return Model(num_parameters=shape.num_parameters, kv_bytes_per_token=shape.kv_values_per_token * dtype_bytes), dtype_bytes
+        except ConfigError:  # an architecture whose config names its sizes otherwise
+            pass
+    sent = max((line["bytes"] for line in recording.published), default=0)
+    return Model(num_parameters=sent // dtype_bytes), dtype_bytes
+
+
+def _distributions(recording: Recording) -> tuple[Distributions, Group]:
+    rollouts = recording.rollouts
+    began = [float(line["versions"][0]) if line["versions"] else 0.0 for line in rollouts]
+    answers = [float(line["tokens"]) for line in rollouts]
+    drawn = sum(line["activity"]["sampled_tokens"] for line in recording.active)
+    # runs of versions that did not write total_tokens: samplers at least counted what they computed beside what they drew
+    ratio = sum(line["activity"]["prefill_tokens"] for line in recording.active) / drawn if drawn else 0.0
+    prompts = [float(line["total_tokens"] - line["tokens"]) if line.get("total_tokens") else ratio * line["tokens"] for line in rollouts]
+    steps = [float(line["steps"]) for line in rollouts]
+    waits = [float(line["wait_seconds"] or 0.0) for line in rollouts]
+    return Distributions(
+        prompt_tokens=Distribution.of(prompts, began),
+        answer_tokens=Distribution.of(answers, began),
+        steps=Distribution.of(steps, began),
+        tool_wait_seconds=_step_waits(steps, waits),
+    ), _group(rollouts)
+
+
+def _step_waits(steps: Sequence[float], waits: Sequence[float]) -> Distribution:
+    """Of one step. A rollout reports the sum over its n steps: its mean is n m and its variance n v, which gives m and v; log-normal."""
+    if sum(steps) <= 0:
+        return Distribution.constant(0.0)
+    if max(steps) <= 1:
+        return Distribution.of(waits)
+    mean = sum(waits) / sum(steps)
+    variance = sum((wait - count * mean) ** 2 for wait, count in zip(waits, steps, strict=True)) / sum(steps)
+    return Distribution.lognormal(mean, variance**0.5)
+
+
+def _group(rollouts: Sequence[Line]) -> Group:
+    members: dict[int, dict[int, Line]] = {}
+    for line in rollouts:
+        members.setdefault(line["group"], {})[line["member"]] = line
+    size = max(len(group) for group in members.values())
+    whole = [list(group.values()) for group in members.values() if len(group) == size]
+    return Group(size=size, tailness=_tailness(whole, "tokens"), seconds_tailness=_tailness(whole, "seconds"), draw_to_end=_draw_to_end(whole))
+
+
+def _tailness(groups: Sequence[Sequence[Line]], key: str) -> float:
+    """E[largest of a group] / E[one]."""
+    total = sum(float(line[key] or 0.0) for group in groups for line in group)
+    largest = sum(max(float(line[key] or 0.0) for line in group) for group in groups)
+    count = sum(len(group) for group in groups)
+    return max(1.0, (largest / len(groups)) / (total / count)) if total > 0 else 1.0
+
+
+def _draw_to_end(groups: Sequence[Sequence[Line]]) -> float | None:
+    """Of the groups that carry a signal (of unequal rewards; all, where none does): mean over tokens / mean seconds of all rollouts."""
+    useful = [group for group in groups if len({line["reward"] for line in group}) > 1] or groups
+    tokens = seconds = 0.0
+    for group in useful:
+        end = max(line["time"] for line in group)
+        for line in group:
+            tokens += line["tokens"]
+            seconds += line["tokens"] * (end - line["time"] + float(line["seconds"] or 0.0) / 2)
+    mean = sum(float(line["seconds"] or 0.0) for group in groups for line in group) / sum(map(len, groups))
+    return seconds / tokens / mean if tokens > 0 and mean > 0 else None
+
+
+def _decode_points(recording: Recording, distributions: Distributions) -> list[DecodePoint]:
+    """Sums over the run of steps alike in batch (a third of an octave), context (an octave) and tokens computed beside (an octave)."""
+    sums: dict[tuple[int, int, int], list[float]] = {}
+    for line in recording.active:
+        activity = line["activity"]
+        for work in activity.get("decode_work") or _without_detail(activity, distributions):
+            steps, sequences, tokens, context, seconds = work
+            if steps <= 0 or seconds <= 0 or sequences <= 0:
+                continue
+            extra = max(0.0, (tokens - sequences) / sequences)
+            key = (_log_bin(sequences / steps, 3), _log_bin(max(context / sequences, 1.0), 1), _log_bin(1.0 + extra, 1))
+            entry = sums.setdefault(key, [0.0] * 5)
+            for index, value in enumerate((steps, sequences, tokens, context, seconds)):
+                entry[index] += value
+    return [
+        DecodePoint(running=sequences / steps, context_tokens=context / sequences, seconds=seconds / steps, count=int(steps), tokens=tokens / steps)
+        for _, (steps, sequences, tokens, context, seconds) in sorted(sums.items())
+    ]
+
+
+def _without_detail(activity: Mapping[str, Any], distributions: Distributions) -> list[tuple[float, float, float, float, float]]:
+    """Runs that did not write decode_work: the mean step of each report, contexts half as long as a rollout."""
+    steps, drawn = activity["decode_steps"], activity["sampled_tokens"]
+    context = (distributions.prompt_tokens.mean + distributions.answer_tokens.mean) / 2
+    return [(steps, drawn, drawn + activity["prefill_tokens"], drawn * context, activity["busy_seconds"])] if steps and drawn else []
+
+
+def _log_bin(value: float, parts: int) -> int:
+    """Octaves cut into `parts`."""
+    return round(math.log2(max(value, 1e-9)) * parts)
+
+
+def _decode(recording: Recording, points: list[DecodePoint], model: Model, distributions: Distributions) -> Decode:
+    fit = fit_decode([(point.running, point.context_tokens, max(0.0, point.tokens - point.running), point.seconds, point.count) for point in points])
+    samplers = recording.devices("sampler", "colocated")
+    capacity = min((int(device.get("capacity") or 0) for device in samplers), default=0)
+    rate = min((float(device.get("saturated_tokens_per_second") or 0.0) for device in samplers), default=0.0)
+    slots = int(recording.setting("sampler", "max_running", 64))
+    context = distributions.prompt_tokens.mean + distributions.answer_tokens.mean / 2
+    saturation = Saturation(running=capacity, tokens_per_second=rate) if capacity > 0 and rate > 0 else saturation_of(fit, context, slots)
+    gap, gap_per_sequence = _gaps(recording, distributions)
+    kv_bytes = model.kv_bytes_per_token
+    memory = int(recording.setting("sampler", "kv_memory_bytes", 0))
+    return Decode(
+        points=tuple(points), fit=fit, kv_capacity_tokens=memory // kv_bytes if memory and kv_bytes else None, saturation=saturation,
+        gap_seconds=gap, gap_seconds_per_sequence=gap_per_sequence,
+    )  # fmt: skip
+
+
+def _gaps(recording: Recording, distributions: Distributions) -> tuple[float, float]:
+    """(seconds between two decode steps, the part of each running sequence).
+
+    A sampler that is said to wait for environments may have its loop at work: with n rollouts that wait W seconds on average the
+    first is back after W / n, so what is longer, where that is short, is the rollouts' own work.
+    """
+    steps = gathered = busy_steps = between = sequences = 0.0
+    wait = distributions.tool_wait_seconds.mean
+    for line in recording.active:
+        activity = line["activity"]
+        done, gather = activity["decode_steps"], activity["idle_seconds"].get("gather", 0.0)
+        steps, gathered = steps + done, gathered + gather
+        idle = activity["idle_seconds"].get("environment", 0.0)
+        waited = done * wait / max(1, line["in_flight"])
+        if idle > 4 * waited and line["in_flight"] > 1 and done:
+            busy_steps, between, sequences = busy_steps + done, between + idle - waited, sequences + activity["sampled_tokens"]
+    each = between / sequences if busy_steps >= 0.5 * steps and sequences else 0.0
+    return (gathered / steps if steps else 0.0), each
+
+
+def _learn(recording: Recording) -> Learn:
+    """Without the first update of a longer run, which allocates and compiles."""
+    updated = recording.updated[1:] if len(recording.updated) > 3 else recording.updated
+    ranks = max(1, len(recording.devices("learner", "colocated")))
+    micro = int(recording.setting("learner", "micro_batch_tokens", 8192))
+    ordered = sorted((float(line["statistics"]["padded_tokens"]), float(line["seconds"])) for line in updated if line["seconds"] > 0)
+    points = []
+    bounds = [round(index * len(ordered) / min(_MAX_LEARN_POINTS, len(ordered))) for index in range(min(_MAX_LEARN_POINTS, len(ordered)) + 1)]
+    for start, end in itertools.pairwise(bounds):
+        part = ordered[start:end]
+        tokens, seconds = sum(each[0] for each in part) / len(part), sorted(each[1] for each in part)[len(part) // 2]
+        points.append(LearnPoint(ranks=ranks, micro_batch_tokens=micro, tokens=tokens, seconds=seconds))
+    offered = sum(line["trajectories"] + line["filtered"] for line in recording.taken) or 1
+    computed = sum(line["statistics"]["padded_tokens"] for line in recording.updated)
+    handed = [float(line.get("transfer_seconds", 0.0)) for line in updated]
+    return Learn(
+        points=tuple(points),
+        fit=fit_learn([(point.ranks, point.micro_batch_tokens, point.tokens, point.seconds) for point in points]),
+        handover_seconds=sum(handed) / len(handed),
+        tokens_per_trajectory=computed / offered,
+        micro_batch_tokens=micro,
+    )
+
+
+def _weight_update(recording: Recording, num_bytes: int) -> WeightUpdate:
+    published = [float(line["seconds"]) for line in recording.published[1:] or recording.published]
+    acknowledged = [float(line["wait_seconds"]) for line in recording.acknowledged[1:]]
+    applied = sum(line["activity"]["applied_updates"] for line in recording.active)
+    applying = sum(line["activity"]["apply_seconds"] for line in recording.active)
+    return WeightUpdate(
+        bytes=max((line["bytes"] for line in recording.published), default=num_bytes),
+        publish_seconds=sum(published) / len(published) if published else 0.0,
+        transfer_seconds=sum(acknowledged) / len(acknowledged) if acknowledged else 0.0,
+        pause_seconds=applying / applied if applied else 0.0,
+    )
+
+
+def _wrong(directory: Path, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(key="RUN", value=str(directory), message=message, remedy=remedy)])
