@@ -8,7 +8,7 @@ from headrace import events as ev
 from headrace.config import Settings
 from headrace.errors import NoProgressError, RecipeError
 from headrace.roles import EvaluationResult
-from headrace.statistics import mean_with_interval
+from headrace.statistics import interval95, mean_with_interval
 from headrace.types import RolloutKey, RolloutRequest, SamplingParameters, Task
 
 
@@ -42,7 +42,7 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
             remedy="Mend the environment, the reward or the tasks: see the error.",
         )
     metrics = dict(result.metrics)
-    mean, half_width = mean_with_interval(rewards)
+    mean, interval = mean_with_interval(rewards)[0], interval95(rewards)
     if rewards:
         metrics.setdefault("reward", mean)
     metric = settings.evaluation.metric
@@ -52,8 +52,9 @@ def evaluated(settings: Settings, result: EvaluationResult, seconds: float) -> e
             remedy="Name one of those, or return it from task.evaluate.",
         )
     if metric != "reward":
-        mean, half_width = metrics[metric], result.half_widths.get(metric, 0.0)
+        mean = metrics[metric]
+        interval = result.intervals95.get(metric, (mean, mean))
     return ev.Evaluated(
-        role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=[mean - half_width, mean + half_width],
+        role="evaluator", version=result.version.number, lineage=result.version.lineage, mean=mean, interval95=list(interval),
         num_rollouts=len(rewards), metrics=metrics, seconds=seconds, num_failed=len(failed), failure=first,
     )  # fmt: skip

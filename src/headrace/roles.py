@@ -226,8 +226,8 @@ class EvaluationResult(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
     @property
-    def half_widths(self) -> Mapping[str, float]:
-        """Of the 95 % intervals of those metrics that are means."""
+    def intervals95(self) -> Mapping[str, tuple[float, float]]:
+        """95 % intervals (low, high) of those metrics that are means."""
         ...
 
 

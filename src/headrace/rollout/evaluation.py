@@ -17,7 +17,7 @@ from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import UserCode, roll_out
 from headrace.rollout.user_call import describe_exception, shorten
 from headrace.rollout.user_code import RecipeUserCode
-from headrace.statistics import mean_with_interval
+from headrace.statistics import interval95, mean_with_interval
 from headrace.types import FinishedRollout, PolicyVersion, RolloutRequest, Task
 
 
@@ -31,8 +31,8 @@ class EvaluationRecord:
     """In the order of the requests."""
     metrics: Mapping[str, float]
     """What the recipe's `evaluate` returned; means of what it returned as lists."""
-    half_widths: Mapping[str, float] = field(default_factory=dict)
-    """Of the 95 % intervals of those means."""
+    intervals95: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(low, high) of those means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class EvaluatorCore:
                 self._sampler.hold_weights(False)
             finished = tuple(rollout.result() for rollout in rollouts)
             _check_pinned(pinned, finished)
-            metrics, half_widths = scoring.result()
-            return EvaluationRecord(version=pinned, finished=finished, metrics=metrics, half_widths=half_widths)
+            metrics, intervals = scoring.result()
+            return EvaluationRecord(version=pinned, finished=finished, metrics=metrics, intervals95=intervals)
 
     async def _wait_for(self, version: PolicyVersion) -> None:
         limit = self._settings.limits.apply_seconds
@@ -121,7 +121,7 @@ class EvaluatorCore:
             self._num_running -= 1
         return FinishedRollout(summary=trajectory.summary(), payload=trajectory.to_bytes())
 
-    async def _metrics(self, pinned: PolicyVersion, tasks: Sequence[Task]) -> tuple[dict[str, float], dict[str, float]]:
+    async def _metrics(self, pinned: PolicyVersion, tasks: Sequence[Task]) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
         if self._evaluate is None:
             return {}, {}
         name = self._settings.task.evaluate
@@ -134,22 +134,22 @@ class EvaluatorCore:
         return _checked_metrics(found, str(name))
 
 
-def _checked_metrics(found: Any, name: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, half widths of those given as lists)"""
+def _checked_metrics(found: Any, name: str) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """(metrics, 95 % intervals of those given as lists)"""
     if not isinstance(found, Mapping):
         raise RecipeError(f"task.evaluate '{name}' returned a {type(found).__name__}.", remedy="Return a dictionary {name: number or list of numbers}.")
     metrics: dict[str, float] = {}
-    half_widths: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
     for key, value in found.items():
         numbers = _numbers(value)
         if not isinstance(key, str) or not numbers or not all(map(math.isfinite, numbers)):
             raise RecipeError(
                 f"task.evaluate '{name}' returned {shorten(f'{key!r}: {value!r}')}.", remedy="Return names with finite numbers, or lists of them."
             )
-        metrics[key], half_width = mean_with_interval(numbers)
+        metrics[key] = mean_with_interval(numbers)[0]
         if len(numbers) > 1:
-            half_widths[key] = half_width
-    return metrics, half_widths
+            intervals[key] = interval95(numbers)
+    return metrics, intervals
 
 
 def _numbers(value: Any) -> list[float]:

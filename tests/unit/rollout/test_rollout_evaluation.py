@@ -23,6 +23,7 @@ from headrace.errors import RecipeError, WaitTimeoutError
 from headrace.recipe import RecipeCode
 from headrace.rollout.evaluation import EvaluationRecord, EvaluatorCore
 from headrace.rollout.roll_out import UserCode
+from headrace.statistics import interval95
 from headrace.types import EndReason, PolicyVersion, RolloutRequest, Task
 
 RECIPE = """
@@ -145,7 +146,7 @@ def test_values_of_each_task_become_a_mean_with_its_interval(tmp_path: Path) -> 
 
     record = evaluate_with(ScriptedSampler(), make_recipe(tmp_path), use, environment="task:One", evaluate="task:per_task")
     assert record.metrics == {"success": 0.5, "single": 0.5}
-    assert record.half_widths == {"success": pytest.approx(1.96 * (1 / 3) ** 0.5 / 2)}  # sample variance 1/3, 4 values
+    assert record.intervals95 == {"success": interval95([0, 1, 1, 0])}
 
 
 @pytest.mark.parametrize(
