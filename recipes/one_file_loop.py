@@ -2,10 +2,9 @@
 
     python recipes/one_file_loop.py arithmetic --updates 50 learner.loss=cispo
 
-Again and again: sample groups of rollouts with the newest weights, reward them, make one update, hand the new weights over.
-The parts are headrace's own; only the loop is the simplest there is. One thing happens after another, so every token is trained by
-the weights that drew it (staleness 0), and whoever is not at work waits. `headrace run` has the same parts at work at the same
-time, each in a process of its own, with an experience pool between them (conductor.py).
+Again and again: sample groups of rollouts with the newest weights, reward them, make one update, hand the new weights over. The parts are headrace's own; only
+the loop is the simplest there is. One thing happens after another, so every token is trained by the weights that drew it (staleness 0), and whoever is not at
+work waits. `headrace run` has the same parts at work at the same time, each in a process of its own, an experience pool between them (conductor.py).
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from headrace.rollout.user_code import RecipeUserCode
 from headrace.runtime.local import cache_directory, sampling_parameters
 from headrace.sampler.transformers_sampler import TransformersSampler
 from headrace.tasks.source import make_task_source
-from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SelectedMember, Selection, Trajectory, UpdateResult, WeightUpdate
+from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, Trajectory
+from headrace.updates import SelectedMember, Selection, UpdateResult, WeightUpdate
 
 
 class Weights:
@@ -147,4 +147,4 @@ if __name__ == "__main__":
     try:
         asyncio.run(train(Loop(arguments.recipe, arguments.overrides), arguments.updates))
     except (HeadraceError, BaseExceptionGroup) as error:  # what a task group raises is in a group
-        sys.exit(str(first_error(error)))
+        parser.exit(getattr(first_error(error), "exit_code", 1), f"{first_error(error)}\n")

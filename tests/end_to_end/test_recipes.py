@@ -72,10 +72,12 @@ def test_the_loop_in_one_file_runs_shipped_recipes(name: str, model_cache: Path,
     assert all(0 <= float(line.split()[3]) <= 1 for line in lines)
 
 
-def test_the_loop_in_one_file_says_what_is_wrong_and_stops(model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_in_one_file_says_what_is_wrong_and_stops(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(ONE_FILE_LOOP), "door", "pool.max_stalness=3"])
-    with pytest.raises(SystemExit, match=r"Did you mean 'pool\.max_staleness'"):
+    with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ONE_FILE_LOOP), run_name="__main__")
+    assert ended.value.code == 2, "wrong configuration, as with every command"
+    assert "Did you mean 'pool.max_staleness'" in capsys.readouterr().err
 
 
 def test_the_loop_in_one_file_stops_when_every_rollout_fails(one_file_loop: ModuleType, model_cache: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from headrace.cli.output import Output
 from headrace.config_loading import DEFAULT, ResolvedSettings, load_settings, plain_values
 
+_PIPE_COLUMNS = 120
+
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
     resolved = load_settings(arguments.recipe, arguments.overrides)
@@ -39,8 +41,7 @@ def print_settings(resolved: ResolvedSettings, output: Output) -> None:
         origin = resolved.origins[key]
         shown = "none" if value is None else "true" if value is True else "false" if value is False else str(value)
         table.add_row(Text(key), Text(shown), Text(origin), style="dim" if origin == DEFAULT else None)
-    # a pipe has no width: long lines are better than folded ones there
-    console = Console(file=output.people, width=None if output.people.isatty() else 240, soft_wrap=False)
+    console = Console(file=output.people, width=None if output.people.isatty() else _PIPE_COLUMNS, soft_wrap=False)
     with console.capture() as captured:  # rich would exit by itself where the reader has gone
         console.print(f"recipe {resolved.recipe}", highlight=False, markup=False)
         console.print(table)

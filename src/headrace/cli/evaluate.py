@@ -34,6 +34,8 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         f"  {resolved.settings.evaluation.metric}  {result.mean:.4f}  95 % interval {low:.4f} to {high:.4f}, {result.num_rollouts} rollouts", file=output.people
     )
     for name, value in sorted(result.metrics.items()):
+        if name == resolved.settings.evaluation.metric:
+            continue
         print(f"  {name}  {value:.4f}", file=output.people)
     evaluation = {
         "mean": result.mean,

@@ -41,7 +41,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         console = Console(file=output.people, width=shutil.get_terminal_size((100, 24)).columns, highlight=False)
         for row in found.rows(limit):
             shown.append(with_text(row, decode))
-            console.print(picture(row, decode), soft_wrap=False)
+            console.print(picture(row, decode, marks=console.color_system is None), soft_wrap=False)
         output.say(_said(found, len(shown), directory))
     result = {"run_dir": str(directory), "recorded": found.num_recorded, "matched": found.num_matched, "export": None if export is None else str(export)}
     output.result({**result, "trajectories": shown})
@@ -95,8 +95,11 @@ class Found:
         return keep
 
 
-def picture(row: Row, decode: Decode | None) -> Text:
-    """One trajectory: what is known of it, then its text with actions coloured by policy version and key steps underlined."""
+def picture(row: Row, decode: Decode | None, *, marks: bool = False) -> Text:
+    """One trajectory: what is known of it, then its text with actions coloured by policy version and key steps underlined.
+
+    `marks`: where colours do not show, actions stand in «», those of key steps in «★ ».
+    """
     update = f"update {row['update']}" if row["update"] is not None else row["retired"]
     age = f"  staleness {row['staleness_mean']:.1f}, max {row['staleness_max']}" if row["staleness_max"] is not None else ""
     text = Text()
@@ -105,23 +108,27 @@ def picture(row: Row, decode: Decode | None) -> Text:
     versions = sorted(set(row["versions"]))
     for version in versions:
         text.append(f" version {version} ", style=_version_style(version, versions))
-    text.append("\n")
+    text.append(" actions in «», key ones in «★ »\n" if marks else "\n")
     if row["error"]:
         text.append(f"{row['error']}\n", style="red")
-    body = _body(row, versions, decode)
+    body = _body(row, versions, decode, marks)
     if len(body) > _MAX_CHARACTERS:
         body = body[:_MAX_CHARACTERS] + Text(f" ... {len(body) - _MAX_CHARACTERS} more characters: --export", style="dim")
     return text + body + Text("\n")
 
 
-def _body(row: Row, versions: list[int], decode: Decode | None) -> Text:
+def _body(row: Row, versions: list[int], decode: Decode | None, marks: bool) -> Text:
     body, position, taken = Text(), 0, 0
     key_steps = set(row["key_steps"])
     for index, (start, end) in enumerate(zip(row["action_starts"], row["action_ends"], strict=True)):
         body.append(_shown(row["tokens"][position:start], decode), style="dim")
         underline = " underline" if index in key_steps else ""
+        if marks:
+            body.append("«★ " if underline else "«")
         for first, last, version in _runs(row["versions"][taken : taken + end - start]):
             body.append(_shown(row["tokens"][start + first : start + last], decode), style=f"bold {_version_style(version, versions)}{underline}")
+        if marks:
+            body.append("»")
         taken += end - start
         position = end
     return body + Text(_shown(row["tokens"][position:], decode), style="dim")

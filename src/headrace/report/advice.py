@@ -56,7 +56,8 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
         limit = settings.get("sampler", {}).get("max_in_flight")
         bound_by_limit = limit and pool and pool["rollouts_in_flight"] > 0.8 * limit * len(samplers)
         remedy = _double(settings, *(("sampler", "max_in_flight") if bound_by_limit else ("pool", "max_staleness")))
-        return f"samplers idle {environment:.0%}: all rollouts wait for their environments; more in flight would fill it: try {remedy}"
+        plain = "of plain `def` code, rollout.num_user_processes or async def"
+        return f"samplers idle {environment:.0%}: all rollouts wait for their environments; more in flight would fill it: try {remedy}; {plain}"
     if waits_for_batch > _IDLE:
         return f"learner idle {waits_for_batch:.0%}: samplers are the bottleneck; try {more}"
     return None

@@ -100,6 +100,8 @@ def _bars(summary: Mapping[str, Any]) -> str:
     utilization = summary["utilization"]
     if not utilization["devices"]:
         return ""
+    if not any(map(_is_measured, utilization["devices"])):
+        return "devices      not measured: the run ended before their first report, about a second after its start"
     lines = [f"{'device':<12} {'occupancy':<{_BAR_COLUMNS + 6}} {'busy':>5}   idle"]
     for device in utilization["devices"]:
         idle = sorted(device["idle_seconds"].items(), key=lambda item: -item[1])
@@ -110,6 +112,11 @@ def _bars(summary: Mapping[str, Any]) -> str:
     if utilization["attainable_occupancy"] is not None:
         run += f"   attainable occupancy with this split {utilization['attainable_occupancy']:.0%}"
     return "\n".join([*lines, run])
+
+
+def _is_measured(device: Mapping[str, Any]) -> bool:
+    """Whether anything is known of its time."""
+    return bool(device["busy_fraction"] or device["occupancy"] or set(device["idle_seconds"]) - {"other"})
 
 
 def _bar(fraction: float) -> str:

@@ -21,6 +21,7 @@ class RunSummary:
         self._utilization = UtilizationMeter([])
         self._newest: dict[str, Line] = {}
         self._lineage = 0
+        self._has_activity = False
         self._sampled_tokens = 0.0
         self._useful_tokens = 0.0
         self._staleness = _Staleness()
@@ -37,6 +38,7 @@ class RunSummary:
                 self.started = line
                 self._utilization = UtilizationMeter(line["devices"])
             case "worker_active":
+                self._has_activity = True
                 self._sampled_tokens += line["activity"]["sampled_tokens"] * windows.share(line["time"], line["activity"]["seconds"])
             case "updated":
                 self._newest["updated"] = line
@@ -62,7 +64,7 @@ class RunSummary:
             "lineage": self._lineage,
             "startup_seconds": self.started.get("startup_seconds"),
             "wall_seconds": windows.seconds,
-            "tokens_per_second": self._sampled_tokens / windows.seconds if windows.seconds > 0 else None,
+            "tokens_per_second": self._sampled_tokens / windows.seconds if self._has_activity and windows.seconds > 0 else None,
             "useful_tokens_per_second": self._useful_tokens / windows.seconds if windows.seconds > 0 else None,
             "saturated_tokens_per_second": sum(saturated) if saturated else None,
             "evaluation": dict(self._evaluation),

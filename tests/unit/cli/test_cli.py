@@ -94,6 +94,13 @@ def test_config_prints_every_value_and_where_it_came_from(recipe: Path, capsys: 
     assert rows["run.seed"].split()[1:] == ["0", "default"]
 
 
+def test_config_in_a_pipe_is_not_wider_than_120_columns(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "recipe.toml", "model.characters=" + "§" * 200]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()[1:]) <= 120  # the first is the recipe's path
+    assert out.count("§") == 200, "folded, not cut"
+
+
 def test_config_object_holds_values_and_origins(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, result, people = json_of(capsys, "config", "recipe.toml", "pool.max_staleness=3")
     assert code == 0
@@ -316,3 +323,18 @@ def test_each_doctor_check_tells_good_from_bad(check: doctor.Check, status: str)
 def test_probe_process_answers_every_question() -> None:
     results = doctor.probe_in_process(120.0)
     assert [check.status for check in doctor.check_processes(results)] == ["ok"] * 4, results
+
+
+def test_eval_says_the_metric_once(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def evaluate_local(resolved: Any, checkpoint: Path, *, progress: Any = None) -> ev.Evaluated:
+        return ev.Evaluated(
+            role="evaluator", version=1, lineage=0, mean=0.25, interval95=[0.1, 0.4], num_rollouts=8, metrics={"reward": 0.25, "length": 3.0}, seconds=1.0,
+            num_failed=0, failure=None,
+        )  # fmt: skip
+
+    fake_runtime(monkeypatch, short_run, evaluate_local=evaluate_local)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    assert main(["eval", str(tmp_path / "model"), "--recipe", "recipe.toml"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("reward") == 1 and "length  3.0000" in out

@@ -110,7 +110,7 @@ def test_without_any_tokenizer_the_tokens_are_shown(tmp_path: Path, run_director
     row = asked(tmp_path, capsys)["trajectories"][0]
     assert row["text"] is None
     assert main(["trajectories", str(tmp_path), "--limit", "1"]) == 0
-    assert " ".join(str(token) for token in row["tokens"]) in " ".join(capsys.readouterr().out.split())
+    assert " ".join(str(token) for token in row["tokens"]) in " ".join(capsys.readouterr().out.replace("«", "").replace("★", "").replace("»", "").split())
 
 
 def test_picture_colours_actions_by_version_and_underlines_key_steps() -> None:
@@ -129,6 +129,8 @@ def test_picture_colours_actions_by_version_and_underlines_key_steps() -> None:
     assert [bool(style.underline) for style in styles] == [False, False, False, False, True, True, False]
     assert [bool(style.dim) for style in styles] == [True, False, False, True, False, False, True]
     assert styles[1].color == styles[2].color != styles[4].color != styles[5].color
+    marked = picture(row, lambda tokens: "".join(map(chr, tokens)), marks=True).plain
+    assert "?«ab»!«★ cd»." in marked and "actions in «»" in marked
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

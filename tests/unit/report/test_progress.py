@@ -11,6 +11,7 @@ from fakes.made_events import active, evaluated, lines_of, run_started, statisti
 from headrace import events as ev
 from headrace.report.picture import chart, end_picture
 from headrace.report.progress import ProgressView, duration
+from headrace.report.summary import summarize
 
 SPLIT = [{"name": "sampler-0", "role": "sampler", "capacity": 8}, {"name": "learner-0", "role": "learner", "capacity": 1}]
 
@@ -112,6 +113,15 @@ def test_end_picture_shows_curve_bars_and_places(tmp_path: Path) -> None:
     assert "80 generated, 72 trained, 8 failed" in text
     assert "update_000010" in text and "events.jsonl" in text
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 110
+
+
+def test_end_picture_of_a_run_shorter_than_a_report_claims_no_utilization_and_no_speed(tmp_path: Path) -> None:
+    devices = [{"name": "sampler-0", "role": "sampler", "capacity": 8}]
+    lines = lines_of([(0.0, run_started(devices)), (0.0, window("start")), (0.4, updated(1)), (0.4, window("end"))])
+    text = end_picture(lines, tmp_path)
+    assert "not measured: the run ended before their first report" in text
+    assert "other" not in text and "tokens/s" not in text
+    assert summarize(lines)["tokens_per_second"] is None
 
 
 def test_end_picture_of_a_run_that_never_began_says_where_it_lies(tmp_path: Path) -> None:

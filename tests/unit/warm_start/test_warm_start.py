@@ -146,7 +146,9 @@ def test_settings_of_the_run_share_one_cache_entry(code: RecipeCode) -> None:
 
 
 def test_without_demonstrations_the_model_is_the_random_one(tmp_path: Path, code: RecipeCode) -> None:
-    directory = prepare_model(make_settings(None), code, cache_directory=tmp_path / "cache", progress=ignore)
+    told: list[str] = []
+    directory = prepare_model(make_settings(None), code, cache_directory=tmp_path / "cache", progress=lambda what, fraction: told.append(what))
+    assert "warm start" not in told
     build_model(make_settings(None), tmp_path / "random")
     assert (directory / "model.safetensors").read_bytes() == (tmp_path / "random" / "model.safetensors").read_bytes()
 
