@@ -79,6 +79,8 @@ def verdict(runs: list[dict[str, Any]], reference: float) -> str:
     start = statistics.fmean(run["curve"][0][1] for run in runs)
     final = statistics.fmean(run["curve"][-1][1] for run in runs)
     best = statistics.fmean(max(point[1] for point in run["curve"]) for run in runs)
+    if reference <= start:
+        return "nothing to compare with: the first arm gained nothing"
     share = (final - start) / (reference - start)
     if share >= 0.9:
         return "learns"
