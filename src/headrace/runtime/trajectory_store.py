@@ -25,6 +25,7 @@ from typing import Any
 
 from headrace.config import RecordTrajectories, Settings
 from headrace.events import TrajectoriesRecorded
+from headrace.marks import RULE_WEIGHT
 from headrace.types import FinishedRollout, RetireReason, RolloutKey
 from headrace.updates import Selection, UpdateResult
 
@@ -59,6 +60,8 @@ class _Learned:
     """None: every update was refused."""
     lineage: int
     trained_tokens: Mapping[RolloutKey, int]
+    marked: frozenset[RolloutKey]
+    """Every step of these is key: their reward stood out of their group (marks.min_advantage)."""
 
 
 class TrajectoryStore:
@@ -98,6 +101,7 @@ class TrajectoryStore:
             result.version_after.number if result.version_after > result.version_before else None,
             result.version_after.lineage,
             {outcome.key: outcome.trained_tokens for outcome in result.outcomes},
+            frozenset(member.summary.key for member in selection.members if member.marked),
         )
 
     def retired(self, key: RolloutKey, reason: RetireReason) -> None:
@@ -213,8 +217,10 @@ class _Columns:
         lists["versions"].add(versions)
         lists["action_starts"].add(step[0] for step in steps)
         lists["action_ends"].add(step[1] for step in steps)
-        lists["key_steps"].add(index for index, step in enumerate(steps) if step[3] > 0)
-        lists["key_weights"].add(step[3] for step in steps)
+        least = RULE_WEIGHT if row.learned is not None and RolloutKey(*header["key"]) in row.learned.marked else 0.0
+        weights = [max(step[3], least) for step in steps]
+        lists["key_steps"].add(index for index, weight in enumerate(weights) if weight > 0)
+        lists["key_weights"].add(weights)
         lists["step_rewards"].add(step[4] for step in steps)
         self._add_scalars(header, row, num_action_tokens, versions)
         self.num_rows += 1

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from fakes.learner import ScriptedLearner
 from fakes.rollouts import scripted_task
 from fakes.runs import ScriptedRun, run_settings
 from headrace.clock import run_virtual
@@ -81,6 +82,25 @@ def test_log_probabilities_of_a_verification_are_not_taken_for_those_of_the_samp
         store.retired(key, RetireReason.EXPIRED)
     store.close()
     assert [row["logprobs"] for row in rows(tmp_path / "t")] == [pytest.approx(trajectory.sampler_logprobs)] * 2
+
+
+def test_members_that_stood_out_of_their_group_are_recorded_with_every_step_key(tmp_path: Path) -> None:
+    run = ScriptedRun(settings=run_settings(num_updates=1), tasks=tasks()[:1])
+    run_virtual(run.run())
+    selection = run.learner.selections[0]
+    marked = dataclasses.replace(selection, members=tuple(dataclasses.replace(one, marked=one.summary.key.member == 0) for one in selection.members))
+    store = TrajectoryStore(tmp_path / "t")
+    for member in selection.members:
+        store.finished(FinishedRollout(summary=member.summary, payload=member.payload))
+    store.learned(marked, run_virtual(ScriptedLearner(run.settings, lambda version: None).learn(selection)))
+    for member in selection.members:
+        store.retired(member.summary.key, RetireReason.TRAINED)
+    store.close()
+    found = rows(tmp_path / "t")
+    assert sorted(row["member"] for row in found) == [0, 0, 1, 1]
+    for row in found:
+        assert row["key_weights"] == ([1.0, 1.0, 1.0] if row["member"] == 0 else [0.0, 1.0, 0.0])
+        assert row["key_steps"] == ([0, 1, 2] if row["member"] == 0 else [1])
 
 
 def test_trained_tokens_of_the_rows_are_those_of_the_ledger(tmp_path: Path) -> None:
