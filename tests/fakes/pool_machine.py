@@ -79,6 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     pool_rules: tuple[str, str, str]
     marks: Mapping[str, Any] = {}
+    more_members = 0
 
     def more_pool_settings(self, group_size: int) -> dict[str, Any]:
         return {}
@@ -90,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self, bound: tuple[str, int, int], groups: int, size: int, attempts: int) -> None:
         selection, on_expiry, no_signal = self.pool_rules
         mode, max_staleness, minibatches = bound
-        groups = max(groups, minibatches)
+        groups, size = max(groups, minibatches), size + self.more_members
         self.settings: Settings = pool_settings(
             run={"mode": mode},
             pool={
@@ -116,6 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.waiting: list[tuple[Selection, int]] = []  # taken, with the version it will be trained from
         self.served: set[tuple[int, int]] = set()
         self.last_added: FinishedRollout | None = None
+        self.apply()
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):

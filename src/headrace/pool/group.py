@@ -113,12 +113,10 @@ class Group:
         self._see(member, finished)
 
     def send_back(self, member: int, time: float) -> FinishedRollout:
-        """It is verified: its worker has it again, and the mark that its reward gave it is open again."""
+        """It is verified: its worker has it again. What its reward marked stays marked, so that no deadline moves forward."""
         finished = self.verifying[member] = self.finished.pop(member)
         self.issued_seconds[member] = time
         del self.rewards[member]
-        self.marked.discard(member)
-        self.refresh()
         return finished
 
     def take(self, slots: int) -> tuple[int, ...]:

@@ -190,13 +190,14 @@ class Ledger:
         """The worker was lost over it: what had been delivered stands."""
         self._delivered[worker] += summary.num_action_tokens
 
-    def redelivered(self, summary: TrajectorySummary, before: TrajectorySummary, worker: str) -> None:
-        """A verified trajectory came again, failed or not; `before` is how it was sent back."""
+    def redelivered(self, summary: TrajectorySummary, before: TrajectorySummary, worker: str, *, key_steps: int, key_steps_before: int) -> None:
+        """A verified trajectory came again, failed or not; `before` is how it was sent back. Key steps of members that are key as a whole
+        are all their steps."""
         discarded = summary.discarded_tokens - before.discarded_tokens
         self._delivered[worker] += summary.num_action_tokens + discarded + summary.refreshed_tokens
         _add(self._tokens.skipped, "refreshed", summary.refreshed_tokens)
         _add(self._kind(summary.task_kind).skipped_tokens, "refreshed", summary.refreshed_tokens)
-        self._key_steps.generated += summary.num_key_steps + summary.refreshed_key_steps - before.num_key_steps
+        self._key_steps.generated += key_steps + summary.refreshed_key_steps - key_steps_before
         _add(self._key_steps.skipped, "refreshed", summary.refreshed_key_steps)
         if summary.failed:
             self._book_failure(summary, summary.num_action_tokens + discarded)
@@ -204,7 +205,7 @@ class Ledger:
             self._tokens.book(RetireReason.FAILED, discarded, "aborted")
 
     def marked(self, num_steps: int) -> None:
-        """So many more steps are key; negative: a mark is open again."""
+        """So many more steps are key."""
         self._key_steps.generated += num_steps
 
     def member_failed(self, kind: str) -> None:

@@ -226,7 +226,11 @@ class ExperiencePool:
         else:
             if not summary.failed and summary.round <= before.summary.round:
                 raise InvariantError(f"rollout {tuple(summary.key)} came back from verification {before.summary.round + 1} as of round {summary.round}.")
-            self.ledger.redelivered(summary, before.summary, worker)
+            key_steps_before = group.key_steps(member, before.summary)
+            if summary.failed:
+                group.marked.discard(member)
+            key_steps = group.key_steps(member, summary)
+            self.ledger.redelivered(summary, before.summary, worker, key_steps=key_steps, key_steps_before=key_steps_before)
             del group.verifying[member]
             group.refresh()
         del group.issued_seconds[member]
@@ -346,9 +350,7 @@ class ExperiencePool:
         groups = self._chooser.about_to_be_served(self._waiting(), version=version, slots=slots)
         due: dict[str, tuple[RolloutKey, ...]] = {}
         for worker, group, member in self._verification.send(groups, version):
-            summary = group.finished[member].summary
-            self.ledger.marked(summary.num_key_steps - group.key_steps(member, summary))
-            group.send_back(member, now())
+            summary = group.send_back(member, now()).summary
             self.ledger.sent_back(summary, worker)
             due[worker] = (*due.get(worker, ()), summary.key)
         return due
@@ -522,7 +524,7 @@ class ExperiencePool:
             trajectories_pooled=len(pooled),
             tokens_pooled=sum(summary.num_action_tokens for _, _, summary in pooled),
             key_steps_pooled=sum(group.key_steps(member, summary) for group, member, summary in pooled),
-            key_steps_in_flight=sum(one.summary.num_key_steps for group in groups for one in group.verifying.values()),
+            key_steps_in_flight=sum(group.key_steps(member, one.summary) for group in groups for member, one in group.verifying.items()),
         )
 
     def _wake(self) -> None:

@@ -139,10 +139,27 @@ class Chooser:
         for candidate in candidates:
             if candidate is not None and self.leaves_time(groups, candidate, version=version):
                 return candidate
+        return self._most_urgent(groups, servable, slots)
+
+    def _most_urgent(self, groups: Sequence[Group], servable: Collection[int], slots: int) -> list[Piece] | None:
+        """By deadline, waiting for whoever is out and due no later than what would be served in their place."""
         waits_for_elders = self.rule is SelectionRule.OLDEST_FIRST
-        return _fill(
-            sorted(groups, key=lambda group: (self.deadline(group), not (group.group_id in servable or waits_for_elders), group.group_id)), servable, slots
-        )
+        units: list[tuple[float, bool, int, bool, Group]] = []
+        for group in groups:
+            deadline, there = self.deadline(group), group.group_id in servable
+            if there:
+                units.append((deadline, False, group.group_id, False, group))
+            if group.waiting_slots > (group.ready_slots if there else 0):
+                units.append((deadline, not waits_for_elders, group.group_id, True, group))
+        pieces: list[Piece] = []
+        for _, _, _, out, group in sorted(units, key=lambda unit: unit[:4]):
+            if out:
+                return None
+            pieces.append(Piece(group, min(group.ready_slots, slots)))
+            slots -= pieces[-1].slots
+            if not slots:
+                return pieces
+        return None
 
     def leaves_time(self, groups: Sequence[Group], taken: Sequence[Piece], *, version: int) -> bool:
         """Whether all that is not `taken` can still be taken in time after this batch."""
