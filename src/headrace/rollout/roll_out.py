@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from headrace import clock
 from headrace.config import RolloutSettings
 from headrace.errors import HeadraceError
+from headrace.marks import TrajectoryView
 from headrace.roles import Environment, Sampler, Tokenizer
 from headrace.rollout.checks import (
     RolloutEnded,
@@ -36,6 +37,7 @@ from headrace.rollout.checks import (
     shown_value,
     text_of,
 )
+from headrace.rollout.marking import Marker, RolloutMarks
 from headrace.rollout.render import read_action, render_observation
 from headrace.rollout.user_call import describe_exception
 from headrace.types import (
@@ -72,6 +74,10 @@ class UserCode(Protocol):
         """What the recipe's reward function returned, unchecked."""
         ...
 
+    async def mark(self, trajectory: TrajectoryView) -> object:
+        """What the recipe's marking function returned, unchecked. Asked only where marks.function is set."""
+        ...
+
     def warning(self) -> str | None:
         """Text for people about code that misbehaves, if there is any."""
         ...
@@ -87,9 +93,10 @@ class Phase(StrEnum):
     SAMPLER = "the sampler"
     ENVIRONMENT = "its environment"
     REWARD = "its reward"
+    MARKS = "its marks"
 
 
-ENVIRONMENT_PHASES = frozenset({Phase.RESET, Phase.ENVIRONMENT, Phase.REWARD})
+ENVIRONMENT_PHASES = frozenset({Phase.RESET, Phase.ENVIRONMENT, Phase.REWARD, Phase.MARKS})
 
 
 @dataclass(slots=True)
@@ -160,10 +167,14 @@ async def roll_out(
     user_code: UserCode,
     settings: RolloutSettings,
     progress: RolloutProgress | None = None,
+    marker: Marker | None = None,
 ) -> Trajectory:
-    """Runs one rollout to its end. Raises only when it is cancelled from outside (the worker ends) or headrace has a bug."""
+    """Runs one rollout to its end; without a marker, only the environment marks key steps.
+
+    Raises only when it is cancelled from outside (the worker ends) or headrace has a bug.
+    """
     progress = progress or RolloutProgress()
-    rollout = _Rollout(request, sampler, tokenizer, user_code, settings, progress)
+    rollout = _Rollout(request, sampler, tokenizer, user_code, settings, progress, marker or Marker())
     try:
         if progress.is_cut:
             raise TimeoutError
@@ -189,7 +200,14 @@ class _Rollout:
     """The state of one rollout: what will be its trajectory."""
 
     def __init__(
-        self, request: RolloutRequest, sampler: Sampler, tokenizer: Tokenizer, user_code: UserCode, settings: RolloutSettings, progress: RolloutProgress
+        self,
+        request: RolloutRequest,
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        user_code: UserCode,
+        settings: RolloutSettings,
+        progress: RolloutProgress,
+        marker: Marker,
     ) -> None:
         self._request = request
         self._sampler = sampler
@@ -197,6 +215,7 @@ class _Rollout:
         self._user_code = user_code
         self._settings = settings
         self._progress = progress
+        self._marks = RolloutMarks(marker)
         self._started_seconds = clock.now()
         self._deadline_seconds = self._started_seconds + settings.max_seconds
         self._token_limit = min(settings.max_tokens, sampler.max_context_tokens)
@@ -219,6 +238,8 @@ class _Rollout:
             self._graded = await self._grade()
         if not math.isfinite(self._reward()):
             raise RolloutEnded(EndReason.REWARD_ERROR, f"the rewards of the steps add up to {self._reward()}")
+        if not self._marks.are_complete and self._steps:
+            await self._mark(end_reason)
         return end_reason
 
     def trajectory(self, end_reason: EndReason, error: str | None) -> Trajectory:
@@ -245,7 +266,7 @@ class _Rollout:
     async def _answer_once(self) -> EndReason:
         observation = first_observation(self._request.task)
         self._progress.enter(Phase.SAMPLER)
-        action = await self._act(self._render(observation), key_weight=0.0, last=True)
+        action = await self._act(self._render(observation), observation, last=True)
         if clock.now() >= self._deadline_seconds:
             return EndReason.MAX_SECONDS
         return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
@@ -279,7 +300,7 @@ class _Rollout:
         shown = self._render(observation)
         for step in range(self._settings.max_steps):
             last = step + 1 == self._settings.max_steps
-            action = await self._act(shown, key_weight=observation.key, last=last)
+            action = await self._act(shown, observation, last=last)
             asked_seconds = self._progress.enter(Phase.ENVIRONMENT)
             if asked_seconds >= self._deadline_seconds:
                 return EndReason.MAX_SECONDS
@@ -337,7 +358,7 @@ class _Rollout:
             hint = "" if chats else " (a model from scratch knows only model.characters)"
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown}{hint}: {describe_exception(error)}") from error
 
-    async def _act(self, shown: list[int], *, key_weight: float, last: bool) -> Action:
+    async def _act(self, shown: list[int], observation: Observation, *, last: bool) -> Action:
         """Appends the observation's tokens and the action sampled for them."""
         if self._progress.is_cut:  # the user's code may have swallowed the cancellation
             raise TimeoutError
@@ -351,6 +372,7 @@ class _Rollout:
         sampling = self._request.sampling
         if sampling.max_action_tokens > room_tokens:
             sampling = dataclasses.replace(sampling, max_action_tokens=room_tokens)
+        key_weight = self._marks.before(observation)
         sample_request = SampleRequest(
             key=self._request.key,
             step=len(self._steps),
@@ -365,6 +387,7 @@ class _Rollout:
         completion = await self._sample(sample_request)
         self._record(completion, key_weight)
         action = read_action(self._tokenizer, completion, sampling)
+        self._marks.acted(len(self._steps) - 1, observation, action, completion.logprobs, completion.entropies)
         self._last_text = action.text
         return action
 
@@ -404,6 +427,15 @@ class _Rollout:
         except Exception as error:
             raise RolloutEnded(EndReason.REWARD_ERROR, text_of(error)) from error
         return checked_reward(reward, "the reward function")
+
+    async def _mark(self, end_reason: EndReason) -> None:
+        """Key weights that are known only now. The recipe's reward function belongs to the last step."""
+        if self._marks.ask_the_recipe:
+            self._progress.enter(Phase.MARKS)
+        rewards = [step.reward for step in self._steps]
+        rewards[-1] += self._graded
+        for step, weight in zip(self._steps, await self._marks.at_the_end(self._request.task, rewards, end_reason), strict=True):
+            step.key_weight = max(step.key_weight, weight)
 
     def _reward(self) -> float:
         return sum(step.reward for step in self._steps) + self._graded

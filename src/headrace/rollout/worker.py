@@ -22,6 +22,7 @@ from headrace.config import Settings
 from headrace.errors import InvariantError, WorkerLostError
 from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
+from headrace.rollout.marking import Marker
 from headrace.rollout.render import ShortTextCache
 from headrace.rollout.roll_out import ENVIRONMENT_PHASES, Phase, RolloutProgress, UserCode, roll_out
 from headrace.rollout.user_code import RecipeUserCode
@@ -52,6 +53,7 @@ class RolloutWorkerCore:
         self._user_code: UserCode = RecipeUserCode(code, settings) if isinstance(code, RecipeCode) else code
         self._tokenizer = ShortTextCache(tokenizer)
         self._settings = settings
+        self._marker = Marker(settings.marks, self._user_code.mark)
         self._rollouts: dict[RolloutKey, _InFlight] = {}
         self._finished: list[FinishedRollout] = []
         self._changed = asyncio.Event()
@@ -165,6 +167,7 @@ class RolloutWorkerCore:
             user_code=self._user_code,
             settings=self._settings.rollout,
             progress=rollout.progress,
+            marker=self._marker,
         )
         del self._rollouts[rollout.request.key]
         self._finished.append(FinishedRollout(summary=trajectory.summary(), payload=trajectory.to_bytes()))
