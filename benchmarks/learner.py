@@ -13,6 +13,7 @@ steps, 8 to 40 tokens an observation, 1 to 8 an action, 3 steps in 10 are key), 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -130,6 +131,13 @@ def seconds_of(action: Any) -> float:
     return time.perf_counter() - start
 
 
+def collect_as_processes_do() -> None:
+    """As runtime/hosts.py does once a process is set up: or else a full collection of everything torch loaded falls into some update."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 def measure(pairs: int, groups: int, size: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     selection = make_selection(groups, size)
@@ -143,6 +151,7 @@ def measure(pairs: int, groups: int, size: int) -> dict[str, Any]:
     parts = same_micro_batches(selection, settings)
     rank.learn(selection)
     bare(model, parts)
+    collect_as_processes_do()
     timings = []
     for pair in range(pairs):
         order = ("learner", "bare") if pair % 2 == 0 else ("bare", "learner")
@@ -182,6 +191,7 @@ def measure_saving(rounds: int, groups: int, size: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY | {"max_position_embeddings": 4096})).save_pretrained(directory)
         ranks = {key: LearnerRank(Path(directory), saving_settings(key[0], arms[key][0]), device="cpu") for key in arms}
+    collect_as_processes_do()
     for number in range(-1, rounds):  # the first one only warms up
         for key, rank in ranks.items():
             rank._version = PolicyVersion(0, 8)
