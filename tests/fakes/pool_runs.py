@@ -16,8 +16,8 @@ from typing import Any
 
 from headrace.clock import now
 from headrace.config import Settings
-from headrace.pool.pool import ExperiencePool, PoolClosedError, Retirement
-from headrace.types import EndReason, FinishedRollout, PolicyVersion, RolloutKey, Task, TrajectorySummary, VersionCount
+from headrace.pool.pool import ExperiencePool, GroupReservation, PoolClosedError, Retirement
+from headrace.types import EndReason, FinishedRollout, PolicyVersion, RetireReason, RolloutKey, Task, TrajectorySummary, VersionCount
 from headrace.updates import MemberOutcome, SelectedMember, Selection, UpdateResult
 
 TASK = Task(id="a", data={})
@@ -107,6 +107,55 @@ def learned(selection: Selection, *, trained_from: int, settings: Settings, refu
         seconds=0.0,
         busy_seconds=0.0,
     )
+
+
+class Bench:
+    """A pool, its reservations and its retirements."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.retired: dict[RolloutKey, RetireReason] = {}
+        self.pool = ExperiencePool(settings, on_retire=self._note)
+        self.groups: list[GroupReservation] = []
+
+    def _note(self, retirement: Any) -> None:
+        assert retirement.key not in self.retired
+        self.retired[retirement.key] = retirement.reason
+
+    def fill(self, *, learner: int = 0, sampler: int | None = None) -> None:
+        sampler = learner if sampler is None else sampler
+        while (reservation := self.pool.reserve_now(TASK, learner_version=version(learner), sampler_version=version(sampler))) is not None:
+            self.groups.append(reservation)
+
+    def finish(self, *indices: int, rewards: tuple[float, ...] = (0.0, 1.0), backwards: bool = False, **tokens: Any) -> None:
+        for index in indices:
+            for key in sorted(self.groups[index].keys, reverse=backwards):
+                self.pool.add(finished(key, reward=rewards[key.member], **tokens))
+
+    async def try_take(self, learner: int) -> Selection | None:
+        """None: it waits."""
+        try:
+            async with asyncio.timeout(1):
+                return await self.pool.take(learner_version=version(learner))
+        except TimeoutError:
+            return None
+
+    async def take(self, learner: int) -> Selection:
+        selection = await self.try_take(learner)
+        assert selection is not None
+        return selection
+
+    def learn(self, selection: Selection, trained_from: int) -> None:
+        self.pool.retire(selection, learned(selection, trained_from=trained_from, settings=self.settings))
+
+    async def advance(self, learner: int) -> None:
+        """Fills, finishes and learns one batch of fresh groups while older ones stay out."""
+        selection = await self.take(learner)
+        self.learn(selection, learner)
+
+
+def groups_of(selection: Selection) -> list[int]:
+    return sorted({key.group_id for key in (*(member.summary.key for member in selection.members), *selection.filtered)})
 
 
 class SmallRun:

@@ -7,62 +7,12 @@ from typing import Any
 
 import pytest
 
-from fakes.pool_runs import TASK, finished, learned, pool_settings, version
+from fakes.pool_runs import TASK, Bench, finished, groups_of, pool_settings, version
 from headrace.clock import run_virtual
-from headrace.config import Advantage, Settings
-from headrace.pool.pool import ExperiencePool, GroupReservation, PoolClosedError
+from headrace.config import Advantage
+from headrace.pool.pool import ExperiencePool, PoolClosedError
 from headrace.pool.selection import has_signal
 from headrace.types import EndReason, RetireReason, RolloutKey
-from headrace.updates import Selection
-
-
-class Bench:
-    """A pool, its reservations and its retirements."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.retired: dict[RolloutKey, RetireReason] = {}
-        self.pool = ExperiencePool(settings, on_retire=self._note)
-        self.groups: list[GroupReservation] = []
-
-    def _note(self, retirement: Any) -> None:
-        assert retirement.key not in self.retired
-        self.retired[retirement.key] = retirement.reason
-
-    def fill(self, *, learner: int = 0, sampler: int | None = None) -> None:
-        sampler = learner if sampler is None else sampler
-        while (reservation := self.pool.reserve_now(TASK, learner_version=version(learner), sampler_version=version(sampler))) is not None:
-            self.groups.append(reservation)
-
-    def finish(self, *indices: int, rewards: tuple[float, ...] = (0.0, 1.0), backwards: bool = False, **tokens: Any) -> None:
-        for index in indices:
-            for key in sorted(self.groups[index].keys, reverse=backwards):
-                self.pool.add(finished(key, reward=rewards[key.member], **tokens))
-
-    async def try_take(self, learner: int) -> Selection | None:
-        """None: it waits."""
-        try:
-            async with asyncio.timeout(1):
-                return await self.pool.take(learner_version=version(learner))
-        except TimeoutError:
-            return None
-
-    async def take(self, learner: int) -> Selection:
-        selection = await self.try_take(learner)
-        assert selection is not None
-        return selection
-
-    def learn(self, selection: Selection, trained_from: int) -> None:
-        self.pool.retire(selection, learned(selection, trained_from=trained_from, settings=self.settings))
-
-    async def advance(self, learner: int) -> None:
-        """Fills, finishes and learns one batch of fresh groups while older ones stay out."""
-        selection = await self.take(learner)
-        self.learn(selection, learner)
-
-
-def groups_of(selection: Selection) -> list[int]:
-    return sorted({key.group_id for key in (*(member.summary.key for member in selection.members), *selection.filtered)})
 
 
 def bench(**pool: Any) -> Bench:
