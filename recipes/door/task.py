@@ -99,6 +99,13 @@ class Environment:
             return None, float(self.all_right), True
         return self._observe(), 0.0, False
 
+    def snapshot(self) -> tuple[int, bool]:
+        """Where the walk is. Tool latencies are the world's: they go on, whatever is restored."""
+        return self.position, self.all_right
+
+    def restore(self, snapshot: tuple[int, bool]) -> None:
+        self.position, self.all_right = snapshot
+
     def _observe(self) -> Observation:
         sign = self.signs[self.position]
         return Observation(text=sign, key=1.0 if is_door(sign) else 0.0)

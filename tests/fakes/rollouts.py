@@ -406,7 +406,7 @@ class ScriptedSampler:
             raise ContractViolation(f"{key} goes from step {known.step} to {request.step} with {request.drawn_tokens} tokens drawn")
         if request.drawn_tokens and tuple(request.tokens) != known.tokens:
             raise ContractViolation(f"{key} goes on in the middle of step {request.step}, but not after its redrawn token")
-        if not known.keep_cache:
+        if self._extends and not known.keep_cache:
             raise ContractViolation(f"{key} takes another step although its last request said that none follows")
         if self._extends and tuple(request.tokens[: len(known.tokens)]) != known.tokens:
             raise ContractViolation(f"{key}: step {request.step} does not extend what was sampled before (I4)")

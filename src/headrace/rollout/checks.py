@@ -67,6 +67,17 @@ def wrong_messages(messages: object) -> str | None:
     return None
 
 
+def checked_outcome(outcome: object, source: str) -> tuple[Observation | None, float, bool]:
+    """What Environment.step returned, its parts checked. Raises RolloutEnded."""
+    if not isinstance(outcome, tuple | list) or len(outcome) != 3:
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned {shown_value(outcome)}, not (observation, reward, done)")
+    observation, reward, done = outcome
+    if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):  # numpy has a bool of its own
+        raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"{source} returned done = {shown_value(done)}, not True or False")
+    value = checked_reward(reward, source)
+    return (None if observation is None else checked_observation(observation, source)), value, bool(done)
+
+
 def checked_reward(reward: object, source: str) -> float:
     value = as_float(reward)
     if value is None:

@@ -25,7 +25,7 @@ async def _no_function(trajectory: TrajectoryView) -> object:
     raise AssertionError("marks.function is not set")
 
 
-RECENT_STEPS = 8192
+RECENT_STEPS = 2048
 """Steps that an entropy is compared with, the newest of a worker."""
 
 

@@ -18,13 +18,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from headrace import clock
-from headrace.config import RolloutSettings
+from headrace.config import ContextRule, RolloutSettings
 from headrace.errors import HeadraceError
 from headrace.marks import TrajectoryView
 from headrace.roles import Environment, Sampler, Tokenizer
@@ -32,14 +30,19 @@ from headrace.rollout.checks import (
     RolloutEnded,
     broken_completion,
     checked_observation,
+    checked_outcome,
     checked_reward,
     first_observation,
     shown_value,
     text_of,
 )
+from headrace.rollout.draft import Draft
 from headrace.rollout.marking import Marker, RolloutMarks
+from headrace.rollout.progress import ENVIRONMENT_PHASES, Phase, RolloutProgress
 from headrace.rollout.render import read_action, render_observation
+from headrace.rollout.rewind import Moment, Rewind, rewind_of, take_snapshot
 from headrace.rollout.user_call import describe_exception
+from headrace.rollout.verification import VerifyRule
 from headrace.types import (
     Action,
     Completion,
@@ -48,11 +51,10 @@ from headrace.types import (
     RolloutKey,
     RolloutRequest,
     SampleRequest,
-    StepRecord,
+    SamplingParameters,
     StopReason,
     Task,
     Trajectory,
-    VersionSpan,
 )
 
 
@@ -85,80 +87,6 @@ class UserCode(Protocol):
     async def close(self) -> None: ...
 
 
-class Phase(StrEnum):
-    """What a rollout waits for."""
-
-    START = "its turn to start"
-    RESET = "its environment to reset"
-    SAMPLER = "the sampler"
-    ENVIRONMENT = "its environment"
-    REWARD = "its reward"
-    MARKS = "its marks"
-
-
-ENVIRONMENT_PHASES = frozenset({Phase.RESET, Phase.ENVIRONMENT, Phase.REWARD, Phase.MARKS})
-
-
-@dataclass(slots=True)
-class _Step:
-    """A StepRecord while its action waits for its reward."""
-
-    action_start: int
-    action_end: int
-    version_spans: tuple[VersionSpan, ...]
-    key_weight: float
-    stop_reason: StopReason
-    reward: float = 0.0
-    wait_seconds: float = 0.0
-
-    def record(self) -> StepRecord:
-        return StepRecord(
-            action_start=self.action_start,
-            action_end=self.action_end,
-            version_spans=self.version_spans,
-            key_weight=self.key_weight,
-            reward=self.reward,
-            stop_reason=self.stop_reason,
-            wait_seconds=self.wait_seconds,
-        )
-
-
-@dataclass(slots=True)
-class RolloutProgress:
-    """Where a rollout is; written by roll_out, read by its worker."""
-
-    phase: Phase = Phase.START
-    since_seconds: float = 0.0
-    """Loop time at which the phase began."""
-    step: int = 0
-    on_wait: Callable[[], None] = lambda: None
-    """Called when the rollout begins to wait for the user's code: it holds no decode slot then."""
-    _cut: bool = False
-    _timeout: asyncio.Timeout | None = field(default=None, repr=False)
-
-    def enter(self, phase: Phase) -> float:
-        """The phase begins now: returns the loop's time."""
-        self.phase = phase
-        time = self.since_seconds = clock.now()
-        if phase in ENVIRONMENT_PHASES:
-            self.on_wait()
-        return time
-
-    def cut(self) -> None:
-        """Ends the rollout as CANCELLED, at once. Harmless when it is ending already."""
-        if not self._cut:
-            self._cut = True
-            if self._timeout is not None:
-                self._timeout.reschedule(clock.now())
-
-    @property
-    def is_cut(self) -> bool:
-        return self._cut
-
-    def arm(self, timeout: asyncio.Timeout | None) -> None:
-        self._timeout = timeout
-
-
 async def roll_out(
     request: RolloutRequest,
     *,
@@ -173,155 +101,172 @@ async def roll_out(
 
     Raises only when it is cancelled from outside (the worker ends) or headrace has a bug.
     """
-    progress = progress or RolloutProgress()
-    rollout = _Rollout(request, sampler, tokenizer, user_code, settings, progress, marker or Marker())
+    rollout = Rollout(request, sampler=sampler, tokenizer=tokenizer, user_code=user_code, settings=settings, progress=progress, marker=marker)
     try:
-        if progress.is_cut:
-            raise TimeoutError
-        async with asyncio.timeout(None) as timeout:
-            progress.arm(timeout)
-            try:
-                end_reason, error = await rollout.run(), None
-            except RolloutEnded as ended:
-                end_reason, error = ended.reason, ended.error
-            finally:
-                progress.arm(None)
-    except TimeoutError:
-        if not progress.is_cut:
-            raise
-        end_reason, error = EndReason.CANCELLED, "cancelled by the run"
+        return await rollout.run()
     finally:
-        rollout.discarded_tokens += sampler.release(request.key)
-        user_code.release(request.key)
-    return rollout.trajectory(end_reason, error)
+        rollout.close()
 
 
-class _Rollout:
-    """The state of one rollout: what will be its trajectory."""
+class Rollout:
+    """The state of one rollout: what will be its trajectory, and, with a `rule`, what verification needs to go on from its middle."""
 
     def __init__(
         self,
         request: RolloutRequest,
+        *,
         sampler: Sampler,
         tokenizer: Tokenizer,
         user_code: UserCode,
         settings: RolloutSettings,
-        progress: RolloutProgress,
-        marker: Marker,
+        progress: RolloutProgress | None = None,
+        marker: Marker | None = None,
+        rule: VerifyRule | None = None,
     ) -> None:
-        self._request = request
-        self._sampler = sampler
-        self._tokenizer = tokenizer
-        self._user_code = user_code
-        self._settings = settings
-        self._progress = progress
-        self._marks = RolloutMarks(marker)
-        self._started_seconds = clock.now()
-        self._deadline_seconds = self._started_seconds + settings.max_seconds
+        self.request = request
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.user_code = user_code
+        self.settings = settings
+        self.progress = progress or RolloutProgress()
+        self.draft = Draft(request, settings.context)
+        self.deadline_seconds = self.draft.started_seconds + settings.max_seconds
+        self.environment: Environment | None = None
+        self.rewind = Rewind.NONE
+        self.moments: list[Moment] | None = None
+        """One an action; None: this rollout is never verified."""
+        self._marks = RolloutMarks(marker or Marker())
+        self._rule = None if request.evaluation else rule
         self._token_limit = min(settings.max_tokens, sampler.max_context_tokens)
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._steps: list[_Step] = []
-        self._graded = 0.0
         self._last_text = ""
         self._chats = False
-        self.discarded_tokens = 0
 
-    async def run(self) -> EndReason:
+    async def run(self) -> Trajectory:
+        """From the beginning to the end. The environment lives until `close`."""
+        return self.draft.trajectory(*await self.bounded(self._begin))
+
+    async def bounded(self, work: Callable[[], Awaitable[EndReason]]) -> tuple[EndReason, str | None]:
+        """(how it ended, error): lets the worker cut it, and leaves nothing of it with the sampler."""
+        try:
+            if self.progress.is_cut:
+                raise TimeoutError
+            async with asyncio.timeout(None) as timeout:
+                self.progress.arm(timeout)
+                try:
+                    return await work(), None
+                except RolloutEnded as ended:
+                    return ended.reason, ended.error
+                finally:
+                    self.progress.arm(None)
+        except TimeoutError:
+            if not self.progress.is_cut:
+                raise
+            return EndReason.CANCELLED, "cancelled by the run"
+        finally:
+            self.draft.discarded_tokens += self.sampler.release(self.request.key)
+
+    def close(self) -> None:
+        """Its environment can go."""
+        self.environment = None
+        self.user_code.release(self.request.key)
+
+    async def _begin(self) -> EndReason:
         """Raises RolloutEnded for every end but the regular ones."""
         try:
-            environment = self._user_code.open_environment(self._request.key)
+            environment = self.environment = self.user_code.open_environment(self.request.key)
         except Exception as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"making the environment failed: {text_of(error)}") from error
-        end_reason = await (self._answer_once() if environment is None else self._walk_in_time(environment))
-        if self._user_code.has_reward and self._steps:
-            self._graded = await self._grade()
-        if not math.isfinite(self._reward()):
-            raise RolloutEnded(EndReason.REWARD_ERROR, f"the rewards of the steps add up to {self._reward()}")
-        if not self._marks.are_complete and self._steps:
+        if self._rule is not None:
+            self.rewind = Rewind.NONE if environment is None else rewind_of(environment)
+            self.moments = [] if environment is None or self.rewind is not Rewind.NONE else None
+        if environment is None:
+            observation = first_observation(self.request.task)
+            self.progress.enter(Phase.SAMPLER)
+            return await self._graded(self._answered(await self._act(observation, self._render(observation))))
+        return await self._graded(await self._in_time(lambda: self._walk(environment)))
+
+    async def go_on(self) -> EndReason:
+        """From an action that has begun again to the end: what `_begin` does with the actions before it left out."""
+        environment = self.environment
+        self.progress.enter(Phase.SAMPLER)
+        if environment is None:
+            return await self._graded(self._answered(await self._finish_action()))
+
+        async def walk_on() -> EndReason:
+            return await self._walk_on(environment, await self._finish_action())
+
+        return await self._graded(await self._in_time(walk_on))
+
+    async def _graded(self, end_reason: EndReason) -> EndReason:
+        if self.user_code.has_reward and self.draft.steps:
+            self.draft.graded = await self._grade()
+        if not math.isfinite(self.draft.reward):
+            raise RolloutEnded(EndReason.REWARD_ERROR, f"the rewards of the steps add up to {self.draft.reward}")
+        if not self._marks.are_complete and self.draft.steps:
             await self._mark(end_reason)
         return end_reason
 
-    def trajectory(self, end_reason: EndReason, error: str | None) -> Trajectory:
-        reward = self._reward()
-        return Trajectory(
-            key=self._request.key,
-            task_id=self._request.task.id,
-            task_kind=self._request.task.kind,
-            tokens=tuple(self._tokens[: self._steps[-1].action_end] if self._steps else ()),  # no observation that nobody answered
-            sampler_logprobs=tuple(self._logprobs),
-            steps=tuple(step.record() for step in self._steps),
-            reward=reward if math.isfinite(reward) else 0.0,
-            end_reason=end_reason,
-            error=error,
-            started_seconds=self._started_seconds,
-            finished_seconds=clock.now(),
-            wait_seconds=sum(step.wait_seconds for step in self._steps),
-            discarded_tokens=self.discarded_tokens,
-            temperature=self._request.sampling.temperature,
-        )
-
     # One-step tasks
 
-    async def _answer_once(self) -> EndReason:
-        observation = first_observation(self._request.task)
-        self._progress.enter(Phase.SAMPLER)
-        action = await self._act(self._render(observation), observation, last=True)
-        if clock.now() >= self._deadline_seconds:
+    def _answered(self, action: Action) -> EndReason:
+        if clock.now() >= self.deadline_seconds:
             return EndReason.MAX_SECONDS
-        return EndReason.DONE if action.stop_reason == "stop" else EndReason.MAX_TOKENS
+        return EndReason.DONE if action.stop_reason is StopReason.STOP else EndReason.MAX_TOKENS
 
     # Tasks with an environment
 
-    async def _walk_in_time(self, environment: Environment) -> EndReason:
+    async def _in_time(self, walk: Callable[[], Awaitable[EndReason]]) -> EndReason:
         """One timer a rollout: at the deadline it cuts a wait for the environment, and leaves an action that is being drawn alone."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as timeout:
-                timer = loop.call_at(self._deadline_seconds, self._cut_environment, timeout)
+                timer = loop.call_at(self.deadline_seconds, self._cut_environment, timeout)
                 try:
-                    return await self._walk(environment)
+                    return await walk()
                 finally:
                     timer.cancel()
         except TimeoutError as error:
-            if self._progress.is_cut:
+            if self.progress.is_cut:
                 raise
-            if not self._steps:
-                text = f"reset gave no observation within the rollout's {self._settings.max_seconds:g} s (rollout.max_seconds)"
+            if not self.draft.steps:
+                text = f"reset gave no observation within the rollout's {self.settings.max_seconds:g} s (rollout.max_seconds)"
                 raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text) from error
             return EndReason.MAX_SECONDS
 
     def _cut_environment(self, timeout: asyncio.Timeout) -> None:
-        if self._progress.phase in ENVIRONMENT_PHASES:
+        if self.progress.phase in ENVIRONMENT_PHASES:
             timeout.reschedule(clock.now())
 
     async def _walk(self, environment: Environment) -> EndReason:
         observation = await self._reset(environment)
-        shown = self._render(observation)
-        for step in range(self._settings.max_steps):
-            last = step + 1 == self._settings.max_steps
-            action = await self._act(shown, observation, last=last)
-            asked_seconds = self._progress.enter(Phase.ENVIRONMENT)
-            if asked_seconds >= self._deadline_seconds:
+        return await self._walk_on(environment, await self._act(observation, self._render(observation)))
+
+    async def _walk_on(self, environment: Environment, action: Action) -> EndReason:
+        """From a whole action to the end."""
+        draft = self.draft
+        while True:
+            asked_seconds = self.progress.enter(Phase.ENVIRONMENT)
+            if asked_seconds >= self.deadline_seconds:
                 return EndReason.MAX_SECONDS
             following, done = await self._step(environment, action, asked_seconds)
             if done:
                 return EndReason.DONE
             if following is None:
-                raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step {step} returned no observation although it is not done")
-            if not last:
-                observation, shown = following, self._render(following)
-                if len(self._tokens) + len(shown) >= self._token_limit:
-                    return EndReason.MAX_TOKENS
-        return EndReason.MAX_STEPS
+                raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step {len(draft.steps) - 1} returned no observation although it is not done")
+            if len(draft.steps) == self.settings.max_steps:
+                return EndReason.MAX_STEPS
+            shown = self._render(following)
+            if len(draft.tokens) - draft.context_start() + len(shown) >= self._token_limit:
+                return EndReason.MAX_TOKENS
+            action = await self._act(following, shown)
 
     async def _reset(self, environment: Environment) -> Observation:
-        self._progress.enter(Phase.RESET)
+        self.progress.enter(Phase.RESET)
         try:
-            observation = await environment.reset(self._request.task)
+            observation = await environment.reset(self.request.task)
         except Exception as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
-        self._progress.enter(Phase.SAMPLER)
+        self.progress.enter(Phase.SAMPLER)
         return checked_observation(observation, "reset")
 
     async def _step(self, environment: Environment, action: Action, asked_seconds: float) -> tuple[Observation | None, bool]:
@@ -331,26 +276,21 @@ class _Rollout:
         except Exception as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
         finally:
-            self._steps[-1].wait_seconds = self._progress.enter(Phase.SAMPLER) - asked_seconds
-        if not isinstance(outcome, tuple | list) or len(outcome) != 3:
-            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step returned {shown_value(outcome)}, not (observation, reward, done)")
-        observation, reward, done = outcome
-        if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):  # numpy has a bool of its own
-            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"step returned done = {shown_value(done)}, not True or False")
-        self._steps[-1].reward = checked_reward(reward, "step")
-        return (None if observation is None else checked_observation(observation, "step")), bool(done)
+            self.draft.steps[-1].wait_seconds = self.progress.enter(Phase.SAMPLER) - asked_seconds
+        observation, self.draft.steps[-1].reward, done = checked_outcome(outcome, "step")
+        return observation, done
 
     # Both
 
     def _render(self, observation: Observation) -> list[int]:
-        chats = bool(observation.messages)
-        if chats != self._chats and self._tokens:
+        chats, tokens = bool(observation.messages), self.draft.tokens
+        if chats != self._chats and tokens:
             text = f"the rollout began with {'messages' if self._chats else 'a text'} and goes on with {'messages' if chats else 'a text'}: use one of the two"
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text)
         self._chats = chats
         try:
-            stop_tokens = self._request.sampling.stop_tokens
-            return render_observation(self._tokenizer, observation, first=not self._tokens, context=self._tokens, stop_tokens=stop_tokens)
+            first = not tokens or self.settings.context is ContextRule.OBSERVATION
+            return render_observation(self.tokenizer, observation, first=first, context=tokens, stop_tokens=self.request.sampling.stop_tokens)
         except HeadraceError as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, str(error)) from error
         except Exception as error:
@@ -358,72 +298,129 @@ class _Rollout:
             hint = "" if chats else " (a model from scratch knows only model.characters)"
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"the tokenizer refuses {shown}{hint}: {describe_exception(error)}") from error
 
-    async def _act(self, shown: list[int], observation: Observation, *, last: bool) -> Action:
+    async def _act(self, observation: Observation, shown: list[int]) -> Action:
         """Appends the observation's tokens and the action sampled for them."""
-        if self._progress.is_cut:  # the user's code may have swallowed the cancellation
+        if self.progress.is_cut:  # the user's code may have swallowed the cancellation
             raise TimeoutError
-        room_tokens = self._token_limit - len(self._tokens) - len(shown)
-        if room_tokens <= 0:  # of the first prompt: later observations were measured before
+        draft = self.draft
+        context_start = draft.context_start()
+        num_context = len(draft.tokens) - context_start + len(shown)
+        if num_context >= self._token_limit:  # of the first prompt: later observations were measured before
             text = f"the prompt has {len(shown)} tokens, with one token of an action more than {self._token_limit} (rollout.max_tokens, or the model's context)"
             raise RolloutEnded(EndReason.PROMPT_TOO_LONG, text)
-        if not self._tokens and not shown:
-            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, "the first prompt is empty: there is nothing to continue")
-        self._tokens.extend(shown)
-        sampling = self._request.sampling
-        if sampling.max_action_tokens > room_tokens:
-            sampling = dataclasses.replace(sampling, max_action_tokens=room_tokens)
+        if not num_context:
+            raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, "the prompt is empty: there is nothing to continue")
         key_weight = self._marks.before(observation)
-        sample_request = SampleRequest(
-            key=self._request.key,
-            step=len(self._steps),
-            seed=self._request.seed,
-            tokens=tuple(self._tokens),
-            sampling=sampling,
-            keep_cache=not last,
-            key_weight=key_weight,
-            evaluation=self._request.evaluation,
+        keep_distribution = self.moments is not None and await self._remember(observation, key_weight)
+        draft.tokens.extend(shown)
+        sampling = self._sampling(num_context)
+        self.progress.step = len(draft.steps)
+        completion = await self._sample(
+            SampleRequest(
+                key=self.request.key,
+                step=len(draft.steps),
+                seed=self.request.seed,
+                tokens=tuple(draft.tokens[context_start:]),
+                sampling=sampling,
+                round=draft.round,
+                keep_distribution=keep_distribution,
+                keep_cache=self._keeps_cache(len(draft.steps)),
+                key_weight=key_weight,
+                evaluation=self.request.evaluation,
+            )
         )
-        self._progress.step = len(self._steps)
-        completion = await self._sample(sample_request)
-        self._record(completion, key_weight)
-        action = read_action(self._tokenizer, completion, sampling)
-        self._marks.acted(len(self._steps) - 1, observation, action, completion.logprobs, completion.entropies)
+        draft.append_action(completion, key_weight)
+        return self._action(observation, completion, sampling)
+
+    async def _finish_action(self) -> Action:
+        """The last action ends with a redrawn token: goes on from there, unless that ended it."""
+        draft, step = self.draft, self.draft.steps[-1]
+        index = len(draft.steps) - 1
+        assert self.moments is not None
+        moment = self.moments[index]
+        context_start = draft.steps[-2].action_end if index and self.settings.context is ContextRule.OBSERVATION else 0
+        sampling = self._sampling(step.action_start - context_start)
+        begun = tuple(draft.tokens[step.action_start :])
+        self.progress.step = index
+        stop_reason = self._stop_reason(begun, sampling)
+        if stop_reason is not None:
+            step.stop_reason = stop_reason
+        else:
+            completion = await self._sample(
+                SampleRequest(
+                    key=self.request.key,
+                    step=index,
+                    seed=self.request.seed,
+                    tokens=tuple(draft.tokens[context_start:]),
+                    sampling=sampling,
+                    drawn_tokens=len(begun),
+                    round=draft.round,
+                    keep_distribution=True,
+                    keep_cache=self._keeps_cache(index),
+                    key_weight=step.key_weight,
+                )
+            )
+            draft.continue_action(completion)
+        return self._action(moment.observation, draft.last_action(), sampling)
+
+    def _sampling(self, num_context: int) -> SamplingParameters:
+        """With the room that the context leaves."""
+        sampling, room_tokens = self.request.sampling, self._token_limit - num_context
+        return dataclasses.replace(sampling, max_action_tokens=room_tokens) if sampling.max_action_tokens > room_tokens else sampling
+
+    def _keeps_cache(self, step: int) -> bool:
+        """Whether a step may follow whose context continues this one's."""
+        return self.environment is not None and step + 1 < self.settings.max_steps and self.settings.context is ContextRule.TRAJECTORY
+
+    def _stop_reason(self, begun: tuple[int, ...], sampling: SamplingParameters) -> StopReason | None:
+        """Why an action of these tokens is over; None: it goes on. As the sampler says it of the tokens that it draws."""
+        if begun[-1] in sampling.stop_tokens:
+            return StopReason.STOP
+        if sampling.stop_strings:
+            text = self.tokenizer.decode(begun, skip_special_tokens=False)
+            if any(stop in text for stop in sampling.stop_strings):
+                return StopReason.STOP
+        return StopReason.MAX_TOKENS if len(begun) >= sampling.max_action_tokens else None
+
+    async def _remember(self, observation: Observation, key_weight: float) -> bool:
+        """What it takes to come back to before this action. Gives whether its distribution is to be kept."""
+        assert self.moments is not None and self._rule is not None
+        moment = Moment(observation, key_weight, clock.now() - self.draft.started_seconds)
+        self.moments.append(moment)
+        checked = self._rule.may_check(key_weight)
+        if checked and self.rewind is Rewind.SNAPSHOT:
+            try:
+                moment.snapshot = await take_snapshot(self.environment)
+            except Exception as error:
+                raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text_of(error)) from error
+        return checked
+
+    def _action(self, observation: Observation, completion: Completion, sampling: SamplingParameters) -> Action:
+        action = read_action(self.tokenizer, completion, sampling)
         self._last_text = action.text
+        self._marks.acted(len(self.draft.steps) - 1, observation, action, completion.logprobs, completion.entropies)
+        if self.moments is not None:
+            self.moments[-1].action = action
         return action
 
     async def _sample(self, sample_request: SampleRequest) -> Completion:
         try:
-            completion = await self._sampler.sample(sample_request)
+            completion = await self.sampler.sample(sample_request)
         except Exception as error:
             too_long = isinstance(error, HeadraceError) and error.kind == "PromptTooLongError"
             raise RolloutEnded(EndReason.PROMPT_TOO_LONG if too_long else EndReason.SAMPLER_ERROR, describe_exception(error)) from error
-        self.discarded_tokens += completion.discarded_tokens
+        self.draft.discarded_tokens += completion.discarded_tokens
         broken = broken_completion(completion)
         if broken:
-            self.discarded_tokens += len(completion.tokens)
+            self.draft.discarded_tokens += len(completion.tokens)
             raise RolloutEnded(EndReason.SAMPLER_ERROR, broken)
         return completion
 
-    def _record(self, completion: Completion, key_weight: float) -> None:
-        start = len(self._tokens)
-        self._tokens.extend(completion.tokens)
-        self._logprobs.extend(completion.logprobs)
-        spans = tuple(VersionSpan(version=span.version, start=start + span.start, end=start + span.end) for span in completion.version_spans)
-        self._steps.append(
-            _Step(
-                action_start=start,
-                action_end=len(self._tokens),
-                version_spans=spans,
-                key_weight=key_weight,
-                stop_reason=completion.stop_reason,
-            )
-        )
-
     async def _grade(self) -> float:
         """The recipe's reward function on the last action's text."""
-        self._progress.enter(Phase.REWARD)
+        self.progress.enter(Phase.REWARD)
         try:
-            reward = await self._user_code.reward(self._request.task, self._last_text)
+            reward = await self.user_code.reward(self.request.task, self._last_text)
         except Exception as error:
             raise RolloutEnded(EndReason.REWARD_ERROR, text_of(error)) from error
         return checked_reward(reward, "the reward function")
@@ -431,11 +428,9 @@ class _Rollout:
     async def _mark(self, end_reason: EndReason) -> None:
         """Key weights that are known only now. The recipe's reward function belongs to the last step."""
         if self._marks.ask_the_recipe:
-            self._progress.enter(Phase.MARKS)
-        rewards = [step.reward for step in self._steps]
-        rewards[-1] += self._graded
-        for step, weight in zip(self._steps, await self._marks.at_the_end(self._request.task, rewards, end_reason), strict=True):
+            self.progress.enter(Phase.MARKS)
+        steps = self.draft.steps
+        rewards = [step.reward for step in steps]
+        rewards[-1] += self.draft.graded
+        for step, weight in zip(steps, await self._marks.at_the_end(self.request.task, rewards, end_reason), strict=True):
             step.key_weight = max(step.key_weight, weight)
-
-    def _reward(self) -> float:
-        return sum(step.reward for step in self._steps) + self._graded

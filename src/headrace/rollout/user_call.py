@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
 from headrace.roles import Environment
+from headrace.rollout.rewind import Rewind, restore, rewind_of, take_snapshot
 from headrace.types import Action, Observation, Outcome, Task
 
 T = TypeVar("T")
@@ -105,15 +106,28 @@ class LoopEnvironment:
 
     def __init__(self, environment: Environment, *, limit_seconds: float, watch: BlockingWatch) -> None:
         self._environment = environment
-        self._name = type(environment).__name__
+        self.name = type(environment).__name__
         self._limit_seconds = limit_seconds
         self._watch = watch
 
     async def reset(self, task: Task) -> Observation:
-        return await call_on_loop(self._environment.reset, task, name=f"{self._name}.reset", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await call_on_loop(self._environment.reset, task, name=f"{self.name}.reset", limit_seconds=self._limit_seconds, watch=self._watch)
 
     async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]:
-        return await call_on_loop(self._environment.step, action, name=f"{self._name}.step", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await call_on_loop(self._environment.step, action, name=f"{self.name}.step", limit_seconds=self._limit_seconds, watch=self._watch)
+
+    @property
+    def rewind(self) -> Rewind:
+        return rewind_of(self._environment)
+
+    async def snapshot(self) -> Any:
+        return await self._call("snapshot", take_snapshot, self._environment)
+
+    async def restore(self, snapshot: Any) -> None:
+        await self._call("restore", restore, self._environment, snapshot)
+
+    async def _call(self, method: str, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        return await call_on_loop(function, *arguments, name=f"{self.name}.{method}", limit_seconds=self._limit_seconds, watch=self._watch)
 
 
 class _Watched:

@@ -13,11 +13,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from headrace.config import Settings
+from headrace.config import Settings, Verify
 from headrace.errors import RecipeError
 from headrace.marks import TrajectoryView
 from headrace.recipe import RecipeCode
 from headrace.roles import Environment
+from headrace.rollout.rewind import Rewind, rewind_of
 from headrace.rollout.user_call import BlockingWatch, LoopEnvironment, UserCallError, call_on_loop, describe_exception
 from headrace.rollout.user_process import UnsentCallError, UserProcess
 from headrace.types import Action, Observation, Outcome, RolloutKey, Task
@@ -38,7 +39,16 @@ class RecipeUserCode:
         self._grade = None if self._reward is None else recipe.resolve(self._reward)
         self._mark_name = settings.marks.function
         self._mark = None if self._mark_name is None else recipe.resolve(self._mark_name)
-        self._environment_is_async = self._make_environment is not None and _environment_is_async(recipe, str(self._environment), self._make_environment)
+        self._environment_is_async, self._rewind = False, Rewind.NONE
+        if self._make_environment is not None:
+            kind = _environment_kind(recipe, str(self._environment), self._make_environment)
+            self._environment_is_async = all(_is_async(getattr(kind, method)) for method in ("reset", "step"))
+            self._rewind = rewind_of(kind)
+            if settings.pool.verify is not Verify.OFF and self._rewind is Rewind.NONE:
+                raise RecipeError(
+                    f"{recipe.path}: pool.verify = '{settings.pool.verify}' needs an environment that can go back, and '{self._environment}' cannot.",
+                    remedy="Give it snapshot() and restore(snapshot), or `replayable = True` if its answers follow from task and actions alone.",
+                )
         self._reward_is_async = self._grade is not None and _is_async(self._grade)
         self._processes: list[UserProcess | None] = [None] * settings.rollout.num_user_processes
         self._startup_seconds = settings.limits.startup_seconds
@@ -58,7 +68,7 @@ class RecipeUserCode:
             return None
         if self._environment_is_async:
             return LoopEnvironment(self._make_environment(), limit_seconds=self._limit_seconds, watch=self._watch)
-        return _ProcessEnvironment(self, key, _name_of(self._make_environment))
+        return _ProcessEnvironment(self, key, _name_of(self._make_environment), self._rewind)
 
     def release(self, key: RolloutKey) -> None:
         home = self._homes.pop(key, None)
@@ -93,11 +103,22 @@ class RecipeUserCode:
         return await self._call_anywhere(("reset", key, task), f"{name}.reset", key)
 
     async def step(self, key: RolloutKey, action: Action, name: str) -> Any:
+        return await self._call_at_home(("step", key, action), f"{name}.step", key)
+
+    def snapshot(self, key: RolloutKey, number: int) -> None:
+        """The environment's process takes a snapshot between this answer and the next call, and keeps it under that number."""
+        self._homes[key].tell(("snapshot", key, number))
+
+    async def restore(self, key: RolloutKey, number: int, name: str) -> None:
+        """Raises UserCallError also for what taking the snapshot raised."""
+        await self._call_at_home(("restore", key, number), f"{name}.restore", key)
+
+    async def _call_at_home(self, message: tuple[Any, ...], name: str, key: RolloutKey) -> Any:
         home = self._homes[key]
         if home.lost is not None:
             raise UserCallError(_innocent(name, home.lost), retryable=True)
         try:
-            return await home.call(("step", key, action), name=f"{name}.step", limit_seconds=self._limit_seconds)
+            return await home.call(message, name=name, limit_seconds=self._limit_seconds)
         except UnsentCallError as error:
             raise UserCallError(_innocent(name, home.lost or error.message), retryable=True) from error
 
@@ -131,26 +152,37 @@ class RecipeUserCode:
 class _ProcessEnvironment:
     """The handle of an environment that lives in a child process under its rollout's key."""
 
-    def __init__(self, owner: RecipeUserCode, key: RolloutKey, name: str) -> None:
+    def __init__(self, owner: RecipeUserCode, key: RolloutKey, name: str, rewind: Rewind) -> None:
+        self.name = name
+        self.rewind = rewind
         self._owner = owner
         self._key = key
-        self._name = name
+        self._num_snapshots = 0
 
     async def reset(self, task: Task) -> Observation:
-        observation: Observation = await self._owner.reset(self._key, task, self._name)
+        observation: Observation = await self._owner.reset(self._key, task, self.name)
         return observation
 
     async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]:
-        outcome: Outcome = await self._owner.step(self._key, action, self._name)
+        outcome: Outcome = await self._owner.step(self._key, action, self.name)
         return outcome
+
+    def snapshot(self) -> int:
+        """Its number. It stays in the process, so whatever it holds need not be picklable."""
+        self._owner.snapshot(self._key, self._num_snapshots)
+        self._num_snapshots += 1
+        return self._num_snapshots - 1
+
+    async def restore(self, snapshot: int) -> None:
+        await self._owner.restore(self._key, snapshot, self.name)
 
 
 def _innocent(name: str, reason: str) -> str:
     return f"{name} was lost because the process that it shared was killed ({reason}); it did nothing wrong and can be tried again"
 
 
-def _environment_is_async(recipe: RecipeCode, reference: str, make: Callable[..., Any]) -> bool:
-    """Whether reset and step are both `async def`. A factory function is called once to see what it makes."""
+def _environment_kind(recipe: RecipeCode, reference: str, make: Callable[..., Any]) -> Any:
+    """The class, or what a factory function made when it was called once. Raises RecipeError when it cannot be an environment."""
     target = make.func if isinstance(make, functools.partial) else make
     if inspect.iscoroutinefunction(target):
         raise RecipeError(f"{recipe.path}: '{reference}' is an async function.", remedy="Return the environment from a plain `def`, or name the class.")
@@ -165,7 +197,7 @@ def _environment_is_async(recipe: RecipeCode, reference: str, make: Callable[...
         if not callable(getattr(kind, method, None)):
             made = "has" if kind is target else f"makes a {type(kind).__name__}, which has"
             raise RecipeError(f"{recipe.path}: '{reference}' {made} no method '{method}'.", remedy="An environment has reset(task) and step(action).")
-    return all(_is_async(getattr(kind, method)) for method in ("reset", "step"))
+    return kind
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

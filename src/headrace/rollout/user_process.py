@@ -350,6 +350,8 @@ class _Desk:
     environment: str | None
     reward: str | None
     environments: dict[Any, Any] = field(default_factory=dict)
+    snapshots: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    """By rollout and number; an exception in place of one that could not be taken."""
     runner: asyncio.Runner | None = None
 
     def load(self) -> None:
@@ -365,8 +367,23 @@ class _Desk:
     def step(self, key: Any, action: Any) -> Any:
         return self._finished(self.environments[key].step(action))
 
+    def snapshot(self, key: Any, number: int) -> None:
+        """Nobody waits for it: what it raises is raised by `restore`."""
+        taken = self.snapshots.setdefault(key, {})
+        try:
+            taken[number] = self._finished(self.environments[key].snapshot())
+        except Exception as error:
+            taken[number] = error
+
+    def restore(self, key: Any, number: int) -> None:
+        snapshot = self.snapshots[key][number]
+        if isinstance(snapshot, Exception):
+            raise snapshot
+        self._finished(self.environments[key].restore(snapshot))
+
     def drop(self, key: Any) -> None:
         self.environments.pop(key, None)
+        self.snapshots.pop(key, None)
 
     def grade(self, task: Any, answer: str) -> Any:
         assert self.reward is not None

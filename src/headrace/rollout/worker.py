@@ -14,7 +14,9 @@ the rollouts in flight have drawn so far.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from headrace import clock
@@ -22,12 +24,18 @@ from headrace.config import Settings
 from headrace.errors import InvariantError, WorkerLostError
 from headrace.recipe import RecipeCode
 from headrace.roles import Sampler, Tokenizer
+from headrace.rollout import refresh
 from headrace.rollout.marking import Marker
+from headrace.rollout.progress import ENVIRONMENT_PHASES, Phase, RolloutProgress
 from headrace.rollout.render import ShortTextCache
-from headrace.rollout.roll_out import ENVIRONMENT_PHASES, Phase, RolloutProgress, UserCode, roll_out
+from headrace.rollout.rewind import Rewind
+from headrace.rollout.roll_out import Rollout, UserCode
 from headrace.rollout.user_code import RecipeUserCode
-from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, WorkerReport
+from headrace.rollout.verification import VerifyRule
+from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, Trajectory, WorkerReport
 from headrace.updates import WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 ACTIVITY_SECONDS = 1.0
@@ -42,6 +50,19 @@ RESET_SECONDS = 1.0
 class _InFlight:
     request: RolloutRequest
     progress: RolloutProgress
+    work: _Work
+    """What is done for it: rolling out or verifying."""
+
+
+_Work = Callable[[_InFlight], Coroutine[None, None, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivered:
+    """A rollout that may be verified, and its trajectory as it was delivered last."""
+
+    rollout: Rollout
+    trajectory: Trajectory
 
 
 class RolloutWorkerCore:
@@ -54,7 +75,11 @@ class RolloutWorkerCore:
         self._tokenizer = ShortTextCache(tokenizer)
         self._settings = settings
         self._marker = Marker(settings.marks, self._user_code.mark)
+        self._rule = VerifyRule.of(settings)
         self._rollouts: dict[RolloutKey, _InFlight] = {}
+        self._delivered: dict[RolloutKey, _Delivered] = {}
+        self._unverified: str | None = None
+        """Why a verification could not be made, the last time."""
         self._finished: list[FinishedRollout] = []
         self._changed = asyncio.Event()
         self._changed.set()  # the first report tells the room
@@ -79,7 +104,7 @@ class RolloutWorkerCore:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 for rollout in self._rollouts.values():
-                    group.create_task(self._run_one(rollout))
+                    group.create_task(rollout.work(rollout))
                 engine = group.create_task(self._sampler.run(self._waiting_for))
                 acknowledging = group.create_task(self._acknowledge())
                 await self._stop.wait()
@@ -107,14 +132,23 @@ class RolloutWorkerCore:
         for request in requests:
             if request.key in self._rollouts:
                 raise InvariantError(f"{self.name}: {request.key} was started twice.")
-            rollout = _InFlight(request=request, progress=RolloutProgress(since_seconds=clock.now(), on_wait=self._expect_room))
-            self._rollouts[request.key] = rollout
-            self._idle.clear()
-            if self._group is not None:
-                self._group.create_task(self._run_one(rollout))
-        if self._rollouts and self._heartbeat is None:
-            self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+            self._begin(request, self._run_one)
         self._sampler.wake()  # what it waits for has changed
+
+    async def verify(self, keys: Sequence[RolloutKey]) -> None:
+        """They are in flight again until they are reported."""
+        if self._stop.is_set():
+            raise WorkerLostError(f"{self.name} has been stopped and verifies no rollouts.")
+        for key in keys:
+            if key in self._rollouts or key not in self._delivered:
+                raise InvariantError(f"{self.name}: {key} is to be verified, but it {'runs' if key in self._rollouts else 'cannot be'}.")
+            self._begin(self._delivered[key].rollout.request, self._verify_one)
+        self._sampler.wake()
+
+    async def forget(self, keys: Sequence[RolloutKey]) -> None:
+        for key in keys:
+            if key not in self._rollouts:
+                self._forget(key)
 
     async def next_report(self) -> WorkerReport:
         """Raises WorkerLostError when the worker has ended and everything it finished has been reported."""
@@ -135,6 +169,7 @@ class RolloutWorkerCore:
             generated_tokens=self._sampler.generated_tokens,
             longest_wait=self._longest_wait(),
             activity=self._sampler.take_activity() if self._activity_is_due() else None,
+            parked=self._sampler.parked,
         )
 
     def report_soon(self) -> None:
@@ -159,22 +194,71 @@ class RolloutWorkerCore:
         if self._group is not None:
             await self._ended.wait()
 
-    async def _run_one(self, rollout: _InFlight) -> None:
-        trajectory = await roll_out(
-            rollout.request,
+    def _begin(self, request: RolloutRequest, work: _Work) -> None:
+        rollout = _InFlight(request=request, progress=RolloutProgress(since_seconds=clock.now(), on_wait=self._expect_room), work=work)
+        self._rollouts[request.key] = rollout
+        self._idle.clear()
+        if self._group is not None:
+            self._group.create_task(work(rollout))
+        if self._heartbeat is None:
+            self._heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+
+    async def _run_one(self, in_flight: _InFlight) -> None:
+        rollout = Rollout(
+            in_flight.request,
             sampler=self._sampler,
             tokenizer=self._tokenizer,
             user_code=self._user_code,
             settings=self._settings.rollout,
-            progress=rollout.progress,
+            progress=in_flight.progress,
             marker=self._marker,
+            rule=self._rule,
         )
-        del self._rollouts[rollout.request.key]
+        self._deliver(rollout, await rollout.run())
+
+    async def _verify_one(self, in_flight: _InFlight) -> None:
+        assert self._rule is not None
+        delivered = self._delivered[in_flight.request.key]
+        trajectory = await refresh.verify(delivered.rollout, delivered.trajectory, self._rule, in_flight.progress, self._note_unverified)
+        self._deliver(delivered.rollout, trajectory)
+
+    def _deliver(self, rollout: Rollout, trajectory: Trajectory) -> None:
+        key = trajectory.key
+        if self._rule is not None and not rollout.request.evaluation:
+            trajectory = self._keep(rollout, trajectory, self._rule)
+        else:
+            rollout.close()
+        del self._rollouts[key]
         self._finished.append(FinishedRollout(summary=trajectory.summary(), payload=trajectory.to_bytes()))
         self._changed.set()
         if not self._rollouts:
             self._idle.set()
             self._sampler.wake()  # it waits for admission from now on, no longer for this environment
+
+    def _keep(self, rollout: Rollout, trajectory: Trajectory, rule: VerifyRule) -> Trajectory:
+        """Keeps what a verification needs; a trajectory that cannot be verified, now or ever, says so in its round."""
+        key = trajectory.key
+        can_go_on = not trajectory.failed and trajectory.round < rule.max_rounds and rollout.moments is not None
+        if can_go_on and rule.checked(trajectory) and self._sampler.can_verify(key):
+            if rollout.rewind is not Rewind.SNAPSHOT:
+                rollout.close()
+            self._delivered[key] = _Delivered(rollout, trajectory)
+            return trajectory
+        rollout.close()
+        self._forget(key)
+        return trajectory if trajectory.failed else dataclasses.replace(trajectory, round=rule.max_rounds)
+
+    def _forget(self, key: RolloutKey) -> None:
+        delivered = self._delivered.pop(key, None)
+        if delivered is not None:
+            delivered.rollout.close()
+        if self._rule is not None:
+            self._sampler.forget(key)
+
+    def _note_unverified(self, reason: str) -> None:
+        if reason != self._unverified:
+            logger.warning("%s: a rollout could not be verified and stays as old as it is: %s", self.name, reason)
+        self._unverified = reason
 
     async def _acknowledge(self) -> None:
         """A report follows as soon as announced weights are in use."""
@@ -204,8 +288,9 @@ class RolloutWorkerCore:
     def _room(self) -> int:
         if self._stop.is_set():
             return 0
-        time = clock.now()
-        free = self._sampler.max_running - sum(not self._gave_its_slot_away(rollout.progress, time) for rollout in self._rollouts.values())
+        time, parked = clock.now(), frozenset(self._sampler.parked)
+        holding = sum(key not in parked and not self._gave_its_slot_away(rollout.progress, time) for key, rollout in self._rollouts.items())
+        free = self._sampler.max_running - holding
         if self._settings.sampler.max_in_flight is not None:
             free = min(free, self._settings.sampler.max_in_flight - len(self._rollouts))
         return max(0, free)
@@ -217,6 +302,8 @@ class RolloutWorkerCore:
 
     def _longest_wait(self) -> str | None:
         texts = [self._user_code.warning()]
+        if self._unverified is not None:
+            texts.append(f"a rollout could not be verified: {self._unverified}")
         if self._rollouts:
             oldest = min(self._rollouts.values(), key=lambda rollout: rollout.progress.since_seconds)
             key, progress = oldest.request.key, oldest.progress

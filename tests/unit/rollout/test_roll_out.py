@@ -22,7 +22,8 @@ from fakes.rollouts import (
     scripted_user_code,
 )
 from headrace.clock import now, run_virtual
-from headrace.rollout.roll_out import RolloutProgress, roll_out
+from headrace.rollout.progress import RolloutProgress
+from headrace.rollout.roll_out import roll_out
 from headrace.types import Action, Completion, EndReason, Observation, Outcome, SampleRequest, StopReason, Task, Trajectory, VersionSpan
 
 
