@@ -228,7 +228,10 @@ class MarkSettings(Section):
     )
     function: str | None = Field(None, description="`task:function(trajectory) -> [weight a step]`, called when a rollout has ended; see docs/python_api.md.")
     entropy_fraction: float = Field(
-        0.0, description="Share of the steps, those of highest mean entropy among a worker's newest 8,192, that are marked; 0 is off.", ge=0, lt=1
+        0.0,
+        description="Share of the steps that are marked, those of highest mean entropy a token, compared with a worker's newest 2,048; 0 is off.",
+        ge=0,
+        lt=1,
     )
     min_advantage: float | None = Field(
         None, description="Marks every step of trajectories whose reward lies at least this many standard deviations from the mean of its group.", gt=0
