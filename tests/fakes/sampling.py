@@ -27,6 +27,7 @@ def make_sampler(
     path: Path | None = None,
     device: str = "cpu",
     dtype: str = "float32",
+    measures_entropy: bool = False,
     **settings: Any,
 ) -> TransformersSampler:
     return TransformersSampler(
@@ -37,6 +38,7 @@ def make_sampler(
         dtype=dtype,
         weights=weights,
         tokenizer=tokenizer or tiny_tokenizer(),
+        measures_entropy=measures_entropy,
     )
 
 

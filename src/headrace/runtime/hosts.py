@@ -191,6 +191,7 @@ def _make_sampler(model: Path, settings: Settings, channel: Any | None, adapters
         dtype=settings.model.dtype,
         weights=weights,
         tokenizer=tokenizer,
+        measures_entropy=settings.marks.entropy_fraction > 0,
     )
     return sampler, tokenizer
 

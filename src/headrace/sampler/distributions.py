@@ -1,7 +1,7 @@
 """The distributions that tokens were drawn from, kept until their rollouts are verified for the last time.
 
-One row of float32 log-probabilities over the vocabulary a token, in one block of memory: the first rollouts to come get it. A rollout
-with a row that did not fit gives the others back and is never verified: its tokens stay as old as they are.
+One row of float32 log-probabilities over the vocabulary a token, in one block of memory: the rollouts that began first get it. When it is
+full the one that began last gives its rows back and is never verified: its tokens stay as old as they are.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class DistributionStore:
         """Rows in use."""
         return self._num_touched - len(self._free)
 
+    @property
+    def in_use(self) -> bool:
+        """Some rollout keeps distributions."""
+        return bool(self._kept)
+
     def begin(self, request: SampleRequest) -> None:
         """An action is about to be drawn, or goes on after its first `drawn_tokens`."""
         if request.key in self._unkept:
@@ -56,9 +61,8 @@ class DistributionStore:
             rows = self._kept.get(key, {}).get(step)
             if rows is None:  # given up, or forgotten while it was drawn
                 continue
-            index = self._take()
+            index = self._take(key)
             if index < 0:
-                self.give_up(key)
                 continue
             rows.append(index)
             indices.append(index)
@@ -115,11 +119,14 @@ class DistributionStore:
         for rows in self._kept.pop(key, {}).values():
             self._free.extend(rows)
 
-    def _take(self) -> int:
-        """-1 when all rows are in use."""
-        if self._free:
-            return self._free.pop()
-        if self._num_touched == self.num_rows:
-            return -1
-        self._num_touched += 1
-        return self._num_touched - 1
+    def _take(self, key: RolloutKey) -> int:
+        """A row for this rollout; -1 when it is itself the one that began last."""
+        if not self._free and self._num_touched < self.num_rows:
+            self._num_touched += 1
+            return self._num_touched - 1
+        while not self._free:
+            last = next(reversed(self._kept))
+            self.give_up(last)
+            if last == key:
+                return -1
+        return self._free.pop()

@@ -7,24 +7,38 @@ One step serves every row that needs few tokens (decode, a short observation) an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
-from headrace.config import SamplerSettings, UpdateMode
+from headrace.config import Apply, SamplerSettings, UpdateMode
 from headrace.errors import HeadraceError, ModelError
 from headrace.roles import Tokenizer, WeightReader
+from headrace.sampler.admission import Admission
+from headrace.sampler.applying import ApplyGate
 from headrace.sampler.attention import SHORT_TOKENS, make_plan
+from headrace.sampler.distributions import DistributionStore
 from headrace.sampler.model import ServedModel
 from headrace.sampler.rows import Row, SlotTable
-from headrace.sampler.sampling import draw, uniforms
+from headrace.sampler.sampling import draw, entropies, uniforms
+from headrace.sampler.verification import Verifier
 from headrace.types import PolicyVersion, RolloutKey, StopReason
 
 
 class Engine:
     """Rows, slots and weights of one model."""
 
-    def __init__(self, model: ServedModel, *, settings: SamplerSettings, max_context_tokens: int, weights: WeightReader | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        settings: SamplerSettings,
+        max_context_tokens: int,
+        weights: WeightReader | None,
+        tokenizer: Tokenizer,
+        measures_entropy: bool = False,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.max_context_tokens = max_context_tokens
@@ -32,7 +46,12 @@ class Engine:
         self.max_running = min(settings.max_running, self.num_slots)
         self.cache = model.new_cache(self.num_slots, max_context_tokens)
         self.slots = SlotTable(self.num_slots)
+        self.gate = ApplyGate(settings.apply, max_delay_seconds=settings.max_apply_delay_seconds)
+        self.admission = Admission(self.slots, self.gate, max_running=self.max_running, settings=settings)
+        self.distributions = DistributionStore(model.vocabulary_size, memory_bytes=settings.verify_memory_bytes, device=model.device)
+        self.verifier = Verifier(model, self.distributions, max_context_tokens=max_context_tokens, kv_memory_bytes=settings.kv_memory_bytes)
         self.waiting: deque[Row] = deque()
+        """In order of arrival."""
         self.running: list[Row] = []
         self.version = PolicyVersion(0, 0)
         self.held = False
@@ -49,6 +68,7 @@ class Engine:
         self.applied_updates = 0
         self._weights = weights
         self._tokenizer = tokenizer
+        self._measures_entropy = measures_entropy
         self._draining = False
         self._has_loaded = False
 
@@ -60,10 +80,23 @@ class Engine:
     @property
     def can_grow(self) -> bool:
         """One more request would be served in the next step."""
-        return self.num_ready < self.max_running and not self._draining
+        return self.num_ready < self.max_running and not self._draining and not self.gate.draining
+
+    @property
+    def has_work(self) -> bool:
+        """A step would serve somebody; otherwise whoever waits waits for new weights."""
+        if self.running or not (self._draining or self.gate.draining):
+            return bool(self.running or self.waiting)
+        return any(self.admission.may_run(row, draining=self._draining) for row in self.waiting)
+
+    @property
+    def parked(self) -> tuple[RolloutKey, ...]:
+        return tuple(row.request.key for row in self.waiting if row.parked)
 
     def add(self, row: Row) -> None:
-        self.slots.resume(row)
+        self.admission.arrive(row)
+        if row.keeps_distribution:
+            self.distributions.begin(row.request)
         self.waiting.append(row)
 
     def drop(self, row: Row) -> None:
@@ -80,6 +113,7 @@ class Engine:
     def release(self, key: RolloutKey) -> int:
         """Gives its cache up; returns the tokens that no completion delivered."""
         self.slots.forget(key)
+        self.admission.released(key)
         for row in (*self.running, *self.waiting):
             if row.request.key == key:
                 row.keep = False
@@ -87,6 +121,8 @@ class Engine:
 
     def _lose(self, row: Row) -> None:
         """The row's tokens were drawn and nobody will get them (I7)."""
+        if row.keeps_distribution:
+            self.distributions.truncate(row.request.key, row.request.step, row.begun)
         lost = len(row.logprobs) + row.discarded
         if lost and not row.request.evaluation:
             self._lost[row.request.key] = self._lost.get(row.request.key, 0) + lost
@@ -99,28 +135,58 @@ class Engine:
                 row.future.set_exception(error) if isinstance(error, Exception) else row.future.cancel()
         self.running.clear()
         self.waiting.clear()
+        self.verifier.fail_all(error)
 
-    def take_up_weights(self) -> bool:
-        """Applies newer weights if there are any and the update mode allows it now. Called between two steps."""
-        if self._weights is None or self.held:
+    def take_up_weights(self, now: float = 0.0) -> bool:
+        """Applies newer weights if there are any, the apply mode wants them now and the update mode allows it. Called between two steps.
+
+        now: seconds, of whatever clock `max_apply_delay_seconds` is measured with.
+        """
+        self.verifier.closing = False
+        if not self._has_newer_weights():
             self._draining = False
+            self.gate.withdraw()
             return False
-        newest = self._weights.newest_version()
-        if newest is None or (newest <= self.version and self._has_loaded) or newest < self.version:
+        wanted = self._draining or (self.settings.apply is Apply.KEY_STEPS and self._wants_newest())
+        if not self.gate.allows(now=now, at_rest=not self.running, key_step_due=wanted):
             return False
         mode = self.settings.update_mode
-        if mode is UpdateMode.WAIT and self.running:
+        if mode is UpdateMode.WAIT and (self.running or any(row.logprobs for row in self.waiting)):
             self._draining = True
             return False
         if any(row.recomputing for row in self.running):
             return False  # else updates that come faster than caches are recomputed would stop all progress
+        if self.verifier.half_done:
+            self.verifier.closing = True
+            return False
         self._draining = False
+        self._load_weights()
+        self.gate.applied(now)
+        return True
+
+    def _has_newer_weights(self) -> bool:
+        if self._weights is None or self.held:
+            return False
+        newest = self._weights.newest_version()
+        return newest is not None and (newest > self.version or (newest == self.version and not self._has_loaded))
+
+    def _wants_newest(self) -> bool:
+        """The next step may draw the first token of a key step, or a verification is to begin."""
+        rows: Iterable[Row] = self.running
+        if self.settings.update_mode is UpdateMode.WAIT:
+            rows = chain(self.running, self.waiting)  # once it runs it has to finish first
+        else:
+            self._admit()
+        return any(row.request.key_weight > 0 and not row.logprobs for row in rows) or (self.verifier.has_work and not self.verifier.half_done)
+
+    def _load_weights(self) -> None:
+        assert self._weights is not None
+        mode = self.settings.update_mode
         self.version = self._weights.load_into(self.model.parameters)
         self._has_loaded = True
         self.applied_updates += 1
         if mode is not UpdateMode.KEEP or self.settings.recompute_kv:
             self._start_over(discard=mode is UpdateMode.ABORT)
-        return True
 
     def step(self) -> int:
         """One forward and one token for every row that is through with its context. Gives the number of rows served."""
@@ -152,19 +218,7 @@ class Engine:
         return len(rows)
 
     def _admit(self) -> None:
-        if self._draining or not self.waiting or len(self.running) >= self.max_running:
-            return
-        blocked: list[Row] = []
-        while self.waiting and len(self.running) < self.max_running:
-            row = self.waiting.popleft()
-            if row.slot < 0:
-                slot = None if blocked else self.slots.take()
-                if slot is None:
-                    blocked.append(row)  # those behind it that hold a slot may pass
-                    continue
-                row.slot = slot
-            self.running.append(row)
-        self.waiting.extendleft(reversed(blocked))
+        self.admission.admit(self.running, self.waiting, draining=self._draining)
 
     def _choose_rows(self) -> tuple[list[Row], list[int]]:
         """Rows of this step and how many of their tokens it computes."""
@@ -182,8 +236,13 @@ class Engine:
         return rows, counts
 
     def _draw(self, rows: list[Row], logits_RV: torch.Tensor) -> None:
-        numbers = uniforms([row.stream for row in rows], [len(row.logprobs) for row in rows])
+        numbers = uniforms([row.stream for row in rows], [row.begun + len(row.logprobs) for row in rows])
         draws = draw(logits_RV, [row.request.sampling for row in rows], numbers)
+        if self.distributions.in_use:
+            self._keep_distributions(rows, draws.logprobs_RV)
+        if self._measures_entropy:
+            for row, entropy in zip(rows, entropies(draws.logprobs_RV), strict=True):
+                row.entropies.append(entropy)
         version = self.version
         ended = False
         for row, token, logprob in zip(rows, draws.tokens, draws.logprobs, strict=True):
@@ -206,13 +265,19 @@ class Engine:
         if ended:
             self.running = [row for row in self.running if not row.future.done()]
 
+    def _keep_distributions(self, rows: list[Row], logprobs_RV: torch.Tensor) -> None:
+        keeping = [index for index, row in enumerate(rows) if row.keeps_distribution]
+        if keeping:
+            actions = [(rows[index].request.key, rows[index].request.step) for index in keeping]
+            self.distributions.add(actions, logprobs_RV if len(keeping) == len(rows) else logprobs_RV[keeping])
+
     def _stop_reason(self, row: Row, token: int) -> StopReason | None:
         sampling = row.request.sampling
         if token in sampling.stop_tokens:
             return StopReason.STOP
         if sampling.stop_strings and self._ends_in_stop_string(row):
             return StopReason.STOP
-        if len(row.logprobs) >= sampling.max_action_tokens:
+        if len(row.logprobs) >= row.most_tokens:
             return StopReason.MAX_TOKENS
         if len(row.tokens) >= self.max_context_tokens:
             return StopReason.CONTEXT
@@ -222,7 +287,7 @@ class Engine:
         """Decodes only as many of the last tokens as the longest stop string can span."""
         stops = row.request.sampling.stop_strings
         longest = max(map(len, stops))
-        drawn = len(row.logprobs)
+        drawn = row.begun + len(row.logprobs)
         width = longest + 4
         while True:
             text = self._tokenizer.decode(row.tokens[-min(width, drawn) :], skip_special_tokens=False)
@@ -231,6 +296,8 @@ class Engine:
             width *= 2
 
     def _end(self, row: Row, *, reason: StopReason | None = None, error: Exception | None = None) -> None:
+        if error is None:
+            self.admission.acted(row)
         if row.keep and error is None:
             self.slots.keep(row.request.key, row.slot, row.tokens, row.cached)
             row.slot = -1
@@ -267,10 +334,13 @@ class Engine:
         self.slots.invalidate_kept()
         for row in (*self.running, *self.waiting):
             row.cached = 0
-        for row in self.running:
-            if discard:
+        for row in (*self.running, *self.waiting):
+            if discard and row.logprobs:
                 row.discard()
-            else:
+                if row.keeps_distribution:
+                    self.distributions.truncate(row.request.key, row.request.step, row.begun)
+        if not discard:
+            for row in self.running:
                 row.recomputing = True
 
     def _affordable_slots(self) -> int:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from headrace.errors import HeadraceError
+from headrace.sampler.distributions import is_kept
 from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, StopReason, VersionSpan
 
 
@@ -17,7 +18,27 @@ class PromptTooLongError(HeadraceError):
 class Row:
     """One action being drawn. `tokens[:cached]` have their keys and values in `slot`; the last drawn token never has."""
 
-    __slots__ = ("cached", "discarded", "future", "keep", "logprobs", "num_context", "recomputing", "request", "slot", "spans", "stream", "tokens")
+    __slots__ = (
+        "begun",
+        "cached",
+        "discarded",
+        "entropies",
+        "future",
+        "keep",
+        "keeps_distribution",
+        "logprobs",
+        "most_tokens",
+        "num_context",
+        "order",
+        "parked",
+        "recomputing",
+        "request",
+        "slot",
+        "spans",
+        "stream",
+        "tokens",
+        "tokens_before",
+    )
 
     def __init__(self, request: SampleRequest, stream: int, future: Future[Completion]) -> None:
         self.request = request
@@ -26,6 +47,17 @@ class Row:
         self.keep = request.keep_cache
         self.tokens = list(request.tokens)
         self.num_context = len(self.tokens)
+        self.begun = request.drawn_tokens
+        """Tokens of the action that the context holds already."""
+        self.most_tokens = request.sampling.max_action_tokens - self.begun
+        self.keeps_distribution = is_kept(request)
+        self.order = 0
+        """Rows that came earlier have smaller numbers."""
+        self.tokens_before = 0
+        """Of the rollout's trajectory, left out of the context."""
+        self.parked = False
+        """Long, and waits so that short work can run."""
+        self.entropies: list[float] = []
         self.cached = 0
         self.slot = -1
         self.logprobs: list[float] = []
@@ -34,6 +66,11 @@ class Row:
         self.discarded = 0
         self.recomputing = False
         """Its KV cache is being computed again under new weights."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the rollout's trajectory so far."""
+        return self.tokens_before + len(self.tokens)
 
     def record(self, token: int, logprob: float, version: PolicyVersion) -> None:
         if not self.spans or self.spans[-1][0] != version:
@@ -48,6 +85,7 @@ class Row:
         del self.tokens[self.num_context :]
         self.logprobs.clear()
         self.spans.clear()
+        self.entropies.clear()
 
     def completion(self, reason: StopReason) -> Completion:
         ends = [start for _, start in self.spans[1:]]
@@ -58,6 +96,7 @@ class Row:
             version_spans=tuple([VersionSpan(version=version, start=start, end=end) for (version, start), end in zip(self.spans, ends, strict=True)]),
             stop_reason=reason,
             discarded_tokens=self.discarded,
+            entropies=tuple(self.entropies) if self.entropies else None,
         )
 
 

@@ -29,6 +29,8 @@ class Draws(NamedTuple):
     """[R]"""
     logprobs: list[float]
     """[R] natural log, <= 0; NaN where the row's logits held a NaN or +inf, whose token means nothing."""
+    logprobs_RV: torch.Tensor
+    """[R, V] of the distribution each was drawn from; of a greedy row at temperature 1."""
 
 
 def stream_key(seed: int, key: RolloutKey, step: int, *more: int) -> int:
@@ -97,7 +99,13 @@ def _draw_from(logprobs_RV: torch.Tensor, uniforms_R: npt.NDArray[np.float64], g
         chosen_R1 = torch.tensor(greedy, device=logprobs_RV.device)[:, None]
         tokens_R1 = torch.where(chosen_R1, logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
     logprobs_R = logprobs_RV.gather(-1, tokens_R1)[:, 0].clamp_(max=0.0)
-    return Draws(tokens_R1[:, 0].tolist(), logprobs_R.tolist())
+    return Draws(tokens_R1[:, 0].tolist(), logprobs_R.tolist(), logprobs_RV)
+
+
+def entropies(logprobs_RV: torch.Tensor) -> list[float]:
+    """[R] nats"""
+    values: list[float] = torch.special.entr(logprobs_RV.exp()).sum(-1).tolist()
+    return values
 
 
 def _truncate(logprobs_RV: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:

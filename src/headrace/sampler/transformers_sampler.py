@@ -22,6 +22,7 @@ from headrace.sampler.gather import GatherTarget
 from headrace.sampler.model import ServedModel
 from headrace.sampler.rows import PromptTooLongError, Row
 from headrace.sampler.sampling import stream_key
+from headrace.sampler.verification import DRAW, budget_beside
 from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, VerifyRequest, VerifyResult, WorkerActivity
 
 _SCORE_LOGITS = 2**24
@@ -40,8 +41,9 @@ class _ScoreJob:
 class TransformersSampler:
     """roles.Sampler over any causal LM of transformers that passes ServedModel's check.
 
-    `weights` None keeps the weights of `model_path`. Before the first publish the version is 0:0. Raises ModelError when the
-    model cannot be loaded or served, when the tokenizer is not the model's, or when `settings.kv_memory_bytes` holds not even one sequence.
+    `measures_entropy`: completions carry the entropy of each token's distribution. `weights` None keeps the weights of `model_path`.
+    Before the first publish the version is 0:0. Raises ModelError when the model cannot be loaded or served, when the tokenizer is not the
+    model's, or when `settings.kv_memory_bytes` holds not even one sequence.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class TransformersSampler:
         dtype: str,
         weights: WeightReader | None,
         tokenizer: Tokenizer,
+        measures_entropy: bool = False,
     ) -> None:
         self._model = ServedModel(model_path, max_context_tokens=max_context_tokens, device=device, dtype=dtype)
         self._model.check_tokenizer(tokenizer)
-        self._engine = Engine(self._model, settings=settings, max_context_tokens=max_context_tokens, weights=weights, tokenizer=tokenizer)
+        self._engine = Engine(
+            self._model, settings=settings, max_context_tokens=max_context_tokens, weights=weights, tokenizer=tokenizer, measures_entropy=measures_entropy
+        )
         self._settings = settings
         self._scores: deque[_ScoreJob] = deque()
         self._wake = asyncio.Event()
@@ -78,7 +83,7 @@ class TransformersSampler:
 
     @property
     def generated_tokens(self) -> int:
-        return self._engine.generated_tokens
+        return self._engine.generated_tokens + self._engine.verifier.redrawn_tokens
 
     @property
     def num_slots(self) -> int:
@@ -88,7 +93,8 @@ class TransformersSampler:
     async def sample(self, request: SampleRequest) -> Completion:
         """Raises PromptTooLongError or another HeadraceError for this request only (case 14)."""
         self._check(request)
-        row = Row(request, stream_key(request.seed, request.key, request.step), asyncio.get_running_loop().create_future())
+        named = (request.round, DRAW) if request.round else ()
+        row = Row(request, stream_key(request.seed, request.key, request.step, *named), asyncio.get_running_loop().create_future())
         self._engine.add(row)
         self._wake.set()
         self._target.arrive()
@@ -101,6 +107,8 @@ class TransformersSampler:
             raise
 
     def release(self, key: RolloutKey) -> int:
+        if self._engine.gate.draining:
+            self._wake.set()  # it may have been the last one that new weights waited for
         return self._engine.release(key)
 
     async def applied(self, version: PolicyVersion) -> None:
@@ -126,17 +134,22 @@ class TransformersSampler:
             raise
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
-        raise HeadraceError(f"{request.key}: its distributions were not kept.")
+        """Served beside the decode steps, first come first served. Raises HeadraceError for this request only."""
+        self._check_tokens(request.tokens)
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+        self._engine.verifier.add(request, future)
+        self._wake.set()
+        return await future
 
     def can_verify(self, key: RolloutKey) -> bool:
-        return False
+        return self._engine.distributions.can_verify(key)
 
     def forget(self, key: RolloutKey) -> None:
-        """Nothing is kept."""
+        self._engine.distributions.forget(key)
 
     @property
     def parked(self) -> tuple[RolloutKey, ...]:
-        return ()
+        return self._engine.parked
 
     def wake(self) -> None:
         self._wake.set()
@@ -150,7 +163,7 @@ class TransformersSampler:
         return self._meter.take(
             decode_steps=engine.decode_steps,
             prefill_tokens=engine.prefill_tokens,
-            sampled_tokens=engine.drawn_tokens,
+            sampled_tokens=engine.drawn_tokens + engine.verifier.redrawn_tokens,
             applied_updates=engine.applied_updates,
         )
 
@@ -178,22 +191,37 @@ class TransformersSampler:
         engine, meter = self._engine, self._meter
         self._wake.clear()
         meter.idle("gather")
-        if engine.take_up_weights():
-            meter.applied()
-            self._applied.set()
-        if not engine.num_ready and not self._scores:
-            meter.idle(waiting_for())
+        self._take_up_weights()
+        verifying = engine.verifier.has_work
+        if not engine.has_work and not self._scores and not verifying:
+            meter.idle("weights" if engine.num_ready else waiting_for())
             await self._wake.wait()
             return
-        if engine.num_ready:
-            if engine.can_grow and engine.num_ready < self._target.rows and waiting_for() == "environment":
+        if engine.has_work:
+            if engine.can_grow and engine.num_ready < self._target.rows and waiting_for() == "environment" and not verifying:
                 await self._gather()
+                self._take_up_weights()  # a key step may have come
             meter.busy(engine.step(), engine.last_step_tokens, engine.last_step_context)
             self._target.observe_step(engine.last_step_tokens, meter.last_seconds, meter.time)
+        if verifying:
+            self._verify_some()
         if self._scores:
             meter.busy(self._score_some())
         meter.idle("gather" if engine.num_ready else waiting_for())
         await self._give_way()
+
+    def _take_up_weights(self) -> None:
+        if self._engine.take_up_weights(self._meter.time):
+            self._meter.applied()
+            self._applied.set()
+
+    def _verify_some(self) -> None:
+        """Some tokens of the queue; few enough that decoding goes on."""
+        engine = self._engine
+        num_running = len(engine.running)
+        served = engine.verifier.step(engine.version, budget_beside(num_running, self._settings.max_prefill_tokens))
+        if served:
+            self._meter.busy(num_running + served)
 
     async def _give_way(self) -> None:
         """Lets the loop go round once, and after a long step for up to 2 % of its time.
@@ -243,6 +271,8 @@ class TransformersSampler:
             raise HeadraceError(f"Group {request.key.group_id} member {request.key.member}: the context is empty; a model continues at least one token.")
         if not sampling.temperature >= 0 or sampling.max_action_tokens < 1 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
             raise HeadraceError(f"Sampling parameters out of range: {sampling}.")
+        if not 0 <= request.drawn_tokens < min(length, sampling.max_action_tokens):
+            raise HeadraceError(f"A context of {length} tokens cannot end with {request.drawn_tokens} of an action of at most {sampling.max_action_tokens}.")
         self._check_tokens(request.tokens)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

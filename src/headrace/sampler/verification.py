@@ -31,8 +31,8 @@ from headrace.sampler.model import ServedModel
 from headrace.sampler.sampling import stream_key, uniforms
 from headrace.types import PolicyVersion, VerifyRequest, VerifyResult, VersionSpan
 
-ACCEPT, REDRAW = 1, 2
-"""Purposes of random streams; drawing is 0."""
+DRAW, ACCEPT, REDRAW = 0, 1, 2
+"""Purposes of random streams: after a verification they are named by its round and one of these."""
 _MOST_LOGITS = 2**24
 """Numbers in the logits of one forward at most, unless one token alone has more: 128 MiB in float64."""
 _LEAST_TOKENS = 128

@@ -44,12 +44,13 @@ def test_rows_come_back_by_rollout_step_and_position() -> None:
     assert kept.num_used == 4
 
 
-def test_a_rollout_that_does_not_fit_gives_its_rows_to_those_that_came_first() -> None:
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_the_rollout_that_began_last_gives_its_rows_to_those_before_it(order: tuple[int, int]) -> None:
     kept = store(3)
     kept.begin(action(1))
     kept.begin(action(2))
-    add(kept, 1, 2, value=-1.0)
-    add(kept, 1, 2, value=-2.0)
+    add(kept, *order, value=-1.0)
+    add(kept, *order, value=-2.0)
     assert values(kept, 1) == [-1.0, -2.0] and values(kept, 2) == []
     assert kept.can_verify(RolloutKey(1, 0, 0)) and not kept.can_verify(RolloutKey(2, 0, 0))
     assert kept.num_unkept == 1
