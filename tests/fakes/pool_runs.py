@@ -117,6 +117,15 @@ class Bench:
         self.retired: dict[RolloutKey, RetireReason] = {}
         self.pool = ExperiencePool(settings, on_retire=self._note)
         self.groups: list[GroupReservation] = []
+        self.generated = 0
+        self.reports = False
+        """Whether `finish` reports the tokens too; without that the ledger of tokens does not close."""
+
+    def add(self, one: FinishedRollout) -> None:
+        """Reported and delivered."""
+        self.generated += one.summary.num_action_tokens + one.summary.discarded_tokens
+        self.pool.ledger.report_generated("", self.generated)
+        self.pool.add(one)
 
     def _note(self, retirement: Any) -> None:
         assert retirement.key not in self.retired
@@ -130,7 +139,7 @@ class Bench:
     def finish(self, *indices: int, rewards: tuple[float, ...] = (0.0, 1.0), backwards: bool = False, **tokens: Any) -> None:
         for index in indices:
             for key in sorted(self.groups[index].keys, reverse=backwards):
-                self.pool.add(finished(key, reward=rewards[key.member], **tokens))
+                (self.add if self.reports else self.pool.add)(finished(key, reward=rewards[key.member], **tokens))
 
     async def try_take(self, learner: int) -> Selection | None:
         """None: it waits."""

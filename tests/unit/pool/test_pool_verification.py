@@ -17,7 +17,6 @@ class VerifyingBench(Bench):
 
     def __init__(self, **pool: Any) -> None:
         super().__init__(pool_settings(pool={"groups_per_batch": 1, "max_staleness": 8, "verify": "key_steps", **pool}))
-        self.generated = 0
 
     def worker_at(self, number: int, worker: str = "w") -> None:
         self.pool.observe(sampler_version=version(number))
