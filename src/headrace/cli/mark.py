@@ -79,6 +79,7 @@ class Record:
             raise ConfigError([Problem(key="RUN", value=str(directory), message=f"'{directory}' holds no recorded trajectories.", remedy=remedy)])
         settings = run_settings(directory / "config.toml")
         self._stop_strings = [str(stop) for stop in settings.get("rollout", {}).get("stop_strings", [])]
+        self._is_all = settings.get("run", {}).get("record_trajectories") == "all"
         self._group_size = settings.get("rollout", {}).get("group_size")
         self._decode = decoder(directory, special_tokens=False)
         self.decode = lru_cache(65_536)(self._decoded)
@@ -134,6 +135,8 @@ class Record:
     def notes(self, rules: Sequence[Rule], has_function: bool) -> list[str]:
         """What is shown otherwise than a run would do it."""
         notes = []
+        if not self._is_all:
+            notes.append("The record holds what the learner got: groups without signal are missing (run.record_trajectories = all keeps them).")
         if self.num_cut_groups:
             notes.append(f"{self.num_cut_groups} groups are not recorded whole: their advantages are against the recorded members.")
         if has_function:

@@ -159,6 +159,16 @@ def test_an_advantage_is_told_against_the_recorded_members(run_directory: Path, 
     assert any("entropies are not recorded" in note for note in found["not_shown"])
 
 
+@pytest.mark.parametrize(("record", "is_said"), [("", True), ('[run]\nrecord_trajectories = "all"\n', False)])
+def test_a_record_of_trained_trajectories_only_is_said_to_be_one(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str, is_said: bool
+) -> None:
+    (tmp_path / "config.toml").write_text(record)
+    (tmp_path / "trajectories").symlink_to(run_directory / "trajectories")
+    notes = asked(tmp_path, capsys, "--rule", "reward:positive")["not_shown"]
+    assert any("what the learner got" in note for note in notes) is is_said
+
+
 def test_examples_are_the_newest_with_a_mark_one_a_group(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(run_directory, capsys, "--rule", "observation:[12]", "--limit", "2")
     long = [row for row in good_rows(run_directory) if row["task_id"] == "steps"]
