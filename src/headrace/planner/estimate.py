@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from headrace.planner.distributions import Distribution
 from headrace.planner.profile import Profile
 from headrace.planner.rounds import EngineWork, most_in_flight, pace, play_round
 
 Selection = Literal["oldest_first", "ready_first"]
-_ROUNDS = 60
-"""Of the fixed points below; each halves its error at least."""
+_ROUNDS = 30
+"""Of the bisections below; each halves the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,33 +206,35 @@ def sync_step(profile: Profile, setup: Setup) -> Steady:
     All sources agree on the sum (verl's tables add up to a few per cent). Staleness 0: nothing is trained that older weights drew.
     """
     lengths = profile.distributions
-    each = setup.batch_trajectories / setup.num_samplers
-    count = max(1, round(each))
+    count = max(1, round(setup.batch_trajectories / setup.num_samplers))
     answers = lengths.answer_tokens.stratified(count)
     answers[-1] = max(answers[-1], lengths.answer_tokens.expected_max(setup.batch_trajectories))
     waits = _waits(profile, answers)
     capacity = profile.decode.saturation.running
     work = engine_work(profile, setup.slots_per_sampler)
-    one = play_round(work, _mixed(answers), _mixed(waits), capacity)
-    # engines draw different rollouts: they all wait for the one that holds the longest, the others hold an ordinary round
-    generate = one.seconds * (each / count if each < 1 else 1.0)
+    # where rollouts queue for slots their order counts: the longest may start first or last, and all engines wait for the slowest
+    orders = 1 if count <= setup.slots_per_sampler else 8
+    mixed = [_order(count, orders, shift) for shift in range(orders)]
+    rounds = [play_round(work, [answers[index] for index in order], [waits[index] for index in order], capacity) for order in mixed]
+    rounds.sort(key=lambda each: each.seconds)
+    one = rounds[orders // 2]
+    slowest = [((rank + 1) / orders) ** setup.num_samplers - (rank / orders) ** setup.num_samplers for rank in range(orders)]
+    generate = sum(chance * each.seconds for chance, each in zip(slowest, rounds, strict=True))
     learn = update_seconds(profile, setup) + profile.weight_update.transfer_seconds
     step = generate + learn
     learner_busy = learn_seconds(profile, setup.num_learner_ranks, setup.batch_trajectories, setup.micro_batch_tokens) / step
     occupied, sampler_busy = one.occupied_seconds / step, one.busy_seconds / step
     colocated = setup.placement == "colocated"
     share = 1.0 if colocated else _sampler_share(profile, setup)
-    rollout = generate / max(1.0, math.ceil(count / setup.slots_per_sampler))
+    rollout = one.rollout_seconds / count
     return Steady(
         step_seconds=step,
         production_rate=setup.batch_trajectories / step if colocated else setup.batch_trajectories / generate,
         consumption_rate=setup.batch_trajectories / learn,
         generate_seconds=generate,
         learn_seconds=learn,
-        running=one.tokens * work.fit.seconds(1) / max(one.busy_seconds, 1e-12)
-        if count == 1
-        else one.occupied_seconds / max(one.busy_seconds, 1e-12) * capacity,
-        in_flight=setup.batch_trajectories * generate / step,
+        running=one.occupied_seconds / max(one.busy_seconds, 1e-12) * capacity,
+        in_flight=setup.batch_trajectories * rollout / step,
         rollout_seconds=rollout,
         staleness=Staleness(in_flight=0.0, in_pool=0.0),
         sampler_idle_fraction=1.0 - sampler_busy,
@@ -248,30 +252,21 @@ def async_step(profile: Profile, setup: Setup) -> Steady:
     Little's law over one trajectory's way, its group's longest member and the assembly of its batch included, turns the bound into
     rollouts in flight (AReaL, arXiv 2505.24298: floor((N - 1) / B) <= i + eta; SkyRL: at most (s + i) B).
     """
-    batch, step = float(setup.batch_trajectories), update_seconds(profile, setup)
-    learn, consumption = step, setup.batch_trajectories / step
+    batch, learn = float(setup.batch_trajectories), update_seconds(profile, setup)
+    consumption = batch / learn
     factor = group_seconds_factor(profile, setup.quorum)
-    admitted = (setup.max_staleness + 1) * batch
     plenty = most_of_one_sampler(profile, setup)
-    rate, running, in_flight, possible = 0.0, 0.0, 0.0, 0.0
-    for _ in range(_ROUNDS):
-        # of what is admitted, one batch is with the learner while it learns, and half a batch waits to be whole
-        room = max(batch / 8, (admitted - batch * min(1.0, learn / step) - batch / 2) / factor)
-        in_flight = min(room, setup.num_samplers * plenty)
-        one, running = sampler_rate(profile, setup.slots_per_sampler, in_flight / setup.num_samplers)
-        pause = min(0.9, profile.weight_update.pause_seconds / step)
-        possible = setup.num_samplers * one * (1.0 - pause)
-        rate = min(possible, consumption)
-        step = (step + max(learn, batch / max(possible, 1e-12))) / 2
-    step = max(learn, batch / possible)
-    unbounded, _ = sampler_rate(profile, setup.slots_per_sampler, plenty)
-    held = possible < 0.97 * min(setup.num_samplers * unbounded, consumption)
+    unbounded = setup.num_samplers * sampler_rate(profile, setup.slots_per_sampler, plenty)[0]
+    possible, in_flight = _balanced(profile, setup, learn, factor, plenty, unbounded)
+    _, running = sampler_rate(profile, setup.slots_per_sampler, in_flight / setup.num_samplers)
+    step, rate = max(learn, batch / possible), min(possible, consumption)
+    held = possible < 0.97 * min(unbounded, consumption)
     rollout = in_flight / possible
     if possible > consumption:  # the learner is the slower one: samplers are held back, the pool is full
         in_flight, rollout, running = _throttled(profile, setup, consumption, in_flight)
     staleness = mean_staleness(
         step_seconds=step, learn_seconds=learn, max_staleness=setup.max_staleness, group_seconds=factor * rollout,
-        draw_to_end_seconds=rollout * draw_to_end(profile, factor), resequencing=_resequencing(profile, setup, rollout, rate),
+        draw_to_end_seconds=rollout * draw_to_end(profile, factor), resequencing=_waiting_for_older(profile, setup, rollout, rate, factor),
         rate_ratio=possible / consumption,
     )  # fmt: skip
     capacity, share = profile.decode.saturation.running, _sampler_share(profile, setup)
@@ -355,15 +350,14 @@ def resequencing_seconds(durations: Distribution, group_size: int, groups_per_se
         return 0.0
     gap, most = 1.0 / groups_per_second, durations.most
     own = durations.expected_max(group_size)
-    points, total = 200, 0.0
-    for index in range(points):
-        x = (index + 0.5) / points * most
-        inside, later = 1.0, x
-        while later < most and inside > 1e-9:
-            inside *= (1.0 - durations.share_above(later)) ** group_size
-            later += gap
-        total += (1.0 - inside) * most / points
-    return max(0.0, total - own)
+    points, count = 160, min(2000, int(most / gap) + 1)
+    levels, values = np.asarray([level for level, _ in durations.quantiles]), np.asarray([value for _, value in durations.quantiles])
+    values = values + 1e-12 * np.arange(len(values))  # a step of the distribution, told apart
+    grid = (np.arange(points) + 0.5) / points * most
+    later = grid[:, None] + gap * np.arange(count)[None, :]
+    inside = np.clip(np.interp(later, values, levels), 1e-300, 1.0)
+    leaves = np.exp(group_size * np.log(inside).sum(axis=1))
+    return max(0.0, float((1.0 - leaves).sum()) * most / points - own)
 
 
 def littles_law(rate: float, seconds: float) -> float:
@@ -374,6 +368,33 @@ def littles_law(rate: float, seconds: float) -> float:
 def idle_shares(rho: float) -> tuple[float, float]:
     """(samplers, learner) without bounds: a side idles for what the other lacks; rho = sampler / learner rate."""
     return 1.0 - min(1.0, 1.0 / rho) if rho > 0 else 0.0, 1.0 - min(1.0, rho)
+
+
+def _balanced(profile: Profile, setup: Setup, learn: float, factor: float, plenty: float, unbounded: float) -> tuple[float, float]:
+    """(trajectories/s, rollouts in flight) at which samplers make what the admission of just that rate lets them make."""
+    batch = float(setup.batch_trajectories)
+    admitted = (setup.max_staleness + 1) * batch
+
+    def made(rate: float) -> tuple[float, float]:
+        # of what is admitted, one batch is with the learner while it learns, half a batch waits to be whole, some wait for older groups
+        room = admitted - batch * min(1.0, learn * rate / batch) - batch / 2
+        in_flight = min(room / factor, setup.num_samplers * plenty)
+        pause = min(0.9, profile.weight_update.pause_seconds / max(learn, batch / rate))
+
+        def samplers(count: float) -> float:
+            return (1.0 - pause) * setup.num_samplers * sampler_rate(profile, setup.slots_per_sampler, count / setup.num_samplers)[0]
+
+        for _ in range(4 if setup.selection == "oldest_first" else 0):
+            held_back = rate * _resequencing(profile, setup, in_flight / samplers(in_flight), rate)
+            allowed = min(max(batch / 8, room - held_back) / factor, setup.num_samplers * plenty)
+            in_flight = (in_flight + allowed) / 2  # longer waits leave less room, which shortens them again
+        return samplers(in_flight), in_flight
+
+    low, high = unbounded * 1e-4, unbounded
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if made(middle)[0] >= middle else (low, middle)
+    return high, made(high)[1]
 
 
 # helpers --------------------------------------------------------------------------------------------------------------
@@ -389,11 +410,12 @@ def _waits(profile: Profile, answers: Sequence[float]) -> list[float]:
     return [fixed + each * answer for answer in answers]
 
 
-def _mixed(values: Sequence[float]) -> list[float]:
-    """In an order that has nothing to do with size, the same for every list of one length."""
-    count = len(values)
+def _order(count: int, orders: int, shift: int) -> list[int]:
+    """Indices in an order that has nothing to do with size; the last, the longest, is the (shift + 1/2) / orders-th part of the way down."""
     stride = next(step for step in range(max(1, int(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
-    return [values[index * stride % count] for index in range(count)]
+    order = [index * stride % count for index in range(count)]
+    turn = order.index(count - 1) - int((shift + 0.5) * count / orders)
+    return [order[(index + turn) % count] for index in range(count)]
 
 
 def _sampler_share(profile: Profile, setup: Setup) -> float:
@@ -405,12 +427,22 @@ def _sampler_share(profile: Profile, setup: Setup) -> float:
 def _throttled(profile: Profile, setup: Setup, rate: float, most: float) -> tuple[float, float, float]:
     """(in flight, rollout seconds, running) at which the samplers make just `rate`: admission holds them there."""
     low, high = 0.0, most
-    for _ in range(50):
+    for _ in range(_ROUNDS):
         middle = (low + high) / 2
         enough = setup.num_samplers * sampler_rate(profile, setup.slots_per_sampler, middle / setup.num_samplers)[0] >= rate
         low, high = (low, middle) if enough else (middle, high)
     _, running = sampler_rate(profile, setup.slots_per_sampler, high / setup.num_samplers)
     return high, high / rate, running
+
+
+def _waiting_for_older(profile: Profile, setup: Setup, rollout_seconds: float, rate: float, factor: float) -> float:
+    """Of the mean token after its own group's end: tokens of long rollouts end late themselves, and wait the less for others."""
+    waiting = _resequencing(profile, setup, rollout_seconds, rate)
+    answers = profile.distributions.answer_tokens
+    if waiting <= 0 or answers.mean <= 0:
+        return 0.0
+    drawn_after = 0.5 * (1.0 + (answers.deviation / answers.mean) ** 2)
+    return max(0.0, waiting + rollout_seconds * (factor - drawn_after - draw_to_end(profile, factor)))
 
 
 def _resequencing(profile: Profile, setup: Setup, rollout_seconds: float, rate: float) -> float:

@@ -18,6 +18,8 @@ class Round:
     busy_seconds: float
     """In model forward."""
     tokens: float
+    rollout_seconds: float
+    """Summed over the rollouts, from start to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ def play_round(work: EngineWork, lengths: Sequence[float], waits: Sequence[float
     at_once = len(lengths) if wait_per_token > 0 else work.slots
     running: list[tuple[float, float]] = []
     """(position at which it ends, position at which it began): positions count tokens of the rollouts in flight."""
-    position = seconds = occupied = busy = 0.0
+    position = seconds = occupied = busy = rollouts = 0.0
     began, following = 0.0, 0
     while running or following < len(lengths):
         while following < len(lengths) and len(running) < at_once:
@@ -114,5 +116,6 @@ def play_round(work: EngineWork, lengths: Sequence[float], waits: Sequence[float
         busy_part = elapsed * min(1.0, count / together * work.fit.seconds(together, context, work.extra_per_token * together) / per_token)
         seconds, busy = seconds + elapsed, busy + busy_part
         occupied += busy_part * min(1.0, together / capacity)
+        rollouts += count * elapsed
         position, began = max(position, end), began - start
-    return Round(seconds=seconds, occupied_seconds=occupied, busy_seconds=busy, tokens=total_tokens)
+    return Round(seconds=seconds, occupied_seconds=occupied, busy_seconds=busy, tokens=total_tokens, rollout_seconds=rollouts)

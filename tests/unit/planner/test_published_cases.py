@@ -74,7 +74,7 @@ def test_the_talks_gain_follows_from_its_tail_and_stated_assumptions(predictions
 def test_no_arm_is_predicted_from_its_own_outputs(script: ModuleType, cases: list[dict[str, Any]], predictions: list[Any]) -> None:
     """Change an arm's published outputs: what is predicted for it must not move. Its outputs hold nothing but results."""
     before = {(one.id, one.output, one.how): one.predicted for one in real(predictions, "step_time_s")}
-    for name in sorted({key[0] for key in before})[::7]:
+    for name in sorted({key[0] for key in before})[::12]:
         changed = [case if case["id"] != name else {**case, "outputs": scaled(case["outputs"])} for case in cases]
         after = {(one.id, one.output, one.how): one.predicted for one in script.predict(changed)}
         for key, predicted in before.items():
