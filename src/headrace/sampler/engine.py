@@ -125,7 +125,11 @@ class Engine:
             self.distributions.truncate(row.request.key, row.request.step, row.begun)
         lost = len(row.logprobs) + row.discarded
         if lost and not row.request.evaluation:
-            self._lost[row.request.key] = self._lost.get(row.request.key, 0) + lost
+            self.lose(row.request.key, lost)
+
+    def lose(self, key: RolloutKey, num_tokens: int) -> None:
+        """Tokens drawn for a rollout that nobody will get: `release` tells them (I7)."""
+        self._lost[key] = self._lost.get(key, 0) + num_tokens
 
     def fail_all(self, error: BaseException) -> None:
         """The engine ends: nobody is left waiting."""

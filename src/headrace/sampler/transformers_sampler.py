@@ -139,7 +139,12 @@ class TransformersSampler:
         future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
         self._engine.verifier.add(request, future)
         self._wake.set()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None and future.result().rejected is not None:
+                self._engine.lose(request.key, 1)  # it came too late for whoever was cancelled
+            raise
 
     def can_verify(self, key: RolloutKey) -> bool:
         return self._engine.distributions.can_verify(key)
