@@ -22,11 +22,12 @@ from typing import Any, Literal
 
 from headrace.planner import literature
 from headrace.planner.distributions import Distribution
-from headrace.planner.estimate import Setup, prefetch_staleness, queue_drop_staleness, steady_state
+from headrace.planner.estimate import Setup, steady_state
 from headrace.planner.fits import fit_learn
 from headrace.planner.hardware import DEVICES
 from headrace.planner.roofline import Engine, estimate_profile
 from headrace.planner.shapes import ModelShape
+from headrace.planner.staleness import prefetch_staleness, queue_drop_staleness
 
 CASES = Path(__file__).resolve().parent.parent / "tests" / "unit" / "planner" / "published_cases.json"
 Case = Mapping[str, Any]

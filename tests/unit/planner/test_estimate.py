@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fakes.model_configs import QWEN_7B
-from headrace.planner import estimate
+from headrace.planner import estimate, staleness
 from headrace.planner.distributions import Distribution
 from headrace.planner.estimate import Setup, steady_state
 from headrace.planner.hardware import DEVICES
@@ -96,12 +96,12 @@ def test_a_quorum_shortens_the_wait_for_the_longest_member(profile: Profile) -> 
     [(120, 240, 2, 0.63, 1.42, 1.34), (240, 120, 2, 0.92, 1.43, 3.78), (240, 120, 1, 0.86, 1.42, 3.70), (120, 120, 1, 0.67, 1.42, 2.09)],
 )
 def test_queue_drop_staleness_is_the_published_formula(concurrency: float, batch: float, queue: float, rho: float, tailness: float, published: float) -> None:
-    got = estimate.queue_drop_staleness(concurrency=concurrency, batch=batch, rho=rho, tailness=tailness, queue_batches=queue)
+    got = staleness.queue_drop_staleness(concurrency=concurrency, batch=batch, rho=rho, tailness=tailness, queue_batches=queue)
     assert got.mean == pytest.approx(published, abs=0.01)
 
 
 def test_a_queue_that_turns_over_fast_holds_data_half_a_step() -> None:
-    assert estimate.queue_drop_staleness(concurrency=0, batch=1, rho=1e9, tailness=1, queue_batches=2).in_pool == pytest.approx(0.5)
+    assert staleness.queue_drop_staleness(concurrency=0, batch=1, rho=1e9, tailness=1, queue_batches=2).in_pool == pytest.approx(0.5)
 
 
 def test_idle_shares_belong_to_the_faster_side() -> None:
@@ -110,9 +110,9 @@ def test_idle_shares_belong_to_the_faster_side() -> None:
 
 
 def test_groups_that_leave_in_order_wait_for_older_ones_only_where_durations_differ() -> None:
-    assert estimate.resequencing_seconds(Distribution.constant(10.0), 8, 5.0) == pytest.approx(0.0, abs=0.1)
+    assert staleness.resequencing_seconds(Distribution.constant(10.0), 8, 5.0) == pytest.approx(0.0, abs=0.1)
     spread = Distribution.lognormal(10.0, 8.0)
-    waits = [estimate.resequencing_seconds(spread, 8, rate) for rate in (0.01, 0.3, 3.0)]
+    waits = [staleness.resequencing_seconds(spread, 8, rate) for rate in (0.01, 0.3, 3.0)]
     assert waits == sorted(waits) and waits[0] < 0.5
     longest = spread.most - spread.expected_max(8)
     assert 0.4 * longest < waits[-1] < longest
