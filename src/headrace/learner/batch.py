@@ -39,9 +39,18 @@ class Step:
     start: int
     """Into the flat arrays _A."""
     end: int
-    context_start: int
-    """Into Row.tokens: the first token that the policy saw when it drew the action."""
     key: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Actions that share an input row: the policy saw the trajectory from one and the same token on when it drew them."""
+
+    first: int
+    """Into Row.tokens."""
+    start: int
+    """Into the flat arrays _A."""
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,8 @@ class Row:
     start: int
     end: int
     steps: tuple[Step, ...]
+    contexts: tuple[Context, ...]
+    """One; of each step its own where the policy saw only the newest observation (rollout.context)."""
     advantage: float
     temperature: float
 
@@ -239,17 +250,11 @@ class _Unit:
 
 
 def _pieces(batch: Batch, weighing: Weighing, index: int) -> tuple[_Piece, ...]:
-    """Steps that saw the same tokens before them share an input row: all of a trajectory, or each alone (rollout.context)."""
-    row = batch.rows[index]
-    contexts: dict[int, tuple[int, int]] = {}
-    for step in row.steps:
-        start, _ = contexts.get(step.context_start, (step.start, step.end))
-        contexts[step.context_start] = start, step.end
     pieces = []
-    for first, (start, end) in contexts.items():
-        trained = np.flatnonzero(weighing.trained_A[start:end]) + start
+    for context in batch.rows[index].contexts:
+        trained = np.flatnonzero(weighing.trained_A[context.start : context.end]) + context.start
         if len(trained):
-            pieces.append(_Piece(row=index, first=first, length=int(batch.positions_A[trained[-1]]) - first, trained=trained))
+            pieces.append(_Piece(row=index, first=context.first, length=int(batch.positions_A[trained[-1]]) - context.first, trained=trained))
     return tuple(pieces)
 
 

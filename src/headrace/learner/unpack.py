@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from headrace.config import Advantage, ContextRule
 from headrace.errors import InvariantError
 from headrace.learner.advantages import group_advantages
-from headrace.learner.batch import Batch, Row, Step
-from headrace.types import PolicyVersion, RolloutKey, Trajectory
+from headrace.learner.batch import Batch, Context, Row, Step
+from headrace.types import PolicyVersion, RolloutKey, StepRecord, Trajectory
 from headrace.updates import Selection
 
 Ancestry = Mapping[int, int]
@@ -42,39 +42,33 @@ def unpack(
     filtered = set(selection.filtered)
     members = [index for index, member in enumerate(selection.members) if member.summary.key not in filtered]
     trajectories = [_decode(selection, index, context) for index in members]
-    known = _KnownVersions(version, ancestry)
+    tokens = _ActionTokens(_KnownVersions(version, ancestry))
     rows: list[Row] = []
-    parts: list[_Arrays] = []
-    start = 0
     for member, trajectory, value in zip(members, trajectories, _advantages(selection, trajectories, advantage), strict=True):
-        steps = _steps(trajectory, start, context, marked=selection.members[member].marked)
-        sampled = [1.0 if step.key else inclusion_weight(seed, selection.id, trajectory.key, index, unmarked_fraction) for index, step in enumerate(steps)]
-        parts.append(_Arrays(trajectory, steps, sampled, known))
-        end = start + trajectory.num_action_tokens
+        start = tokens.count
+        marked = selection.members[member].marked
+        steps = []
+        for index, record in enumerate(trajectory.steps):
+            key = marked or record.key_weight > 0
+            weight = 1.0 if key else inclusion_weight(seed, selection.id, trajectory.key, index, unmarked_fraction)
+            first = tokens.count
+            tokens.add(trajectory, record, key=key, weight=weight)
+            steps.append(Step(start=first, end=tokens.count, key=key))
+        tokens.end(trajectory)
         rows.append(
             Row(
                 member=member,
                 group_id=trajectory.key.group_id,
                 tokens=np.asarray(trajectory.tokens, dtype=np.int64),
                 start=start,
-                end=end,
-                steps=steps,
+                end=tokens.count,
+                steps=tuple(steps),
+                contexts=_contexts(trajectory, steps, context),
                 advantage=value,
                 temperature=trajectory.temperature,
             )
         )
-        start = end
-    return Batch(
-        rows=tuple(rows),
-        positions_A=np.asarray([value for part in parts for value in part.positions], dtype=np.int64),
-        sampler_logprobs_A=np.concatenate([np.empty(0), *(part.logprobs for part in parts)]),
-        versions_A=np.asarray([value for part in parts for value in part.versions], dtype=np.int64),
-        key_A=np.asarray([value for part in parts for value in part.keys], dtype=np.bool_),
-        weight_A=np.asarray([value for part in parts for value in part.weights], dtype=np.float64),
-        row_A=np.repeat(np.arange(len(rows)), [row.end - row.start for row in rows]),
-        max_staleness=selection.max_staleness,
-        max_key_staleness=selection.max_key_staleness,
-    )
+    return tokens.batch(rows, selection)
 
 
 def inclusion_weight(seed: int, selection_id: int, key: RolloutKey, step: int, fraction: float) -> float:
@@ -87,50 +81,60 @@ def inclusion_weight(seed: int, selection_id: int, key: RolloutKey, step: int, f
     return 1.0 / fraction if drawn < fraction else 0.0
 
 
-class _Arrays:
-    """What is known of each action token of one trajectory."""
+class _ActionTokens:
+    """The flat arrays as they grow: action by action, trajectory by trajectory."""
 
-    def __init__(self, trajectory: Trajectory, steps: Sequence[Step], weights: Sequence[float], known: _KnownVersions) -> None:
-        self.positions: list[int] = []
-        self.versions: list[int] = []
-        self.keys: list[bool] = []
-        self.weights: list[float] = []
-        for record, step, weight in zip(trajectory.steps, steps, weights, strict=True):
-            length = record.action_end - record.action_start
-            self.positions.extend(range(record.action_start, record.action_end))
-            for span in trajectory.effective_spans(record):
-                self.versions.extend([known.number(span.version, trajectory)] * (span.end - span.start))
-            self.keys.extend([step.key] * length)
-            self.weights.extend([weight] * length)
-        self.logprobs = self._logprobs(trajectory)
+    def __init__(self, known: _KnownVersions) -> None:
+        self.count = 0
+        self._known = known
+        self._actions: list[tuple[int, int]] = []  # (place in the trajectory, tokens)
+        self._spans: list[tuple[int, int]] = []  # (version number, tokens)
+        self._keys: list[bool] = []
+        self._weights: list[float] = []
+        self._logprobs: list[NDArray[np.float64]] = [np.empty(0)]  # [tokens of a trajectory]
 
-    def _logprobs(self, trajectory: Trajectory) -> NDArray[np.float64]:
-        """[action tokens] the verified ones where there are any."""
-        result = np.asarray(trajectory.sampler_logprobs, dtype=np.float64)
+    def add(self, trajectory: Trajectory, record: StepRecord, *, key: bool, weight: float) -> None:
+        length = record.action_end - record.action_start
+        self._actions.append((record.action_start, length))
+        for span in trajectory.effective_spans(record) if trajectory.verified_spans else record.version_spans:
+            self._spans.append((self._known.number(span.version, trajectory), span.end - span.start))
+        self._keys.append(key)
+        self._weights.append(weight)
+        self.count += length
+
+    def end(self, trajectory: Trajectory) -> None:
+        """All its actions are in: now their log-probabilities, the verified ones where there are any."""
+        logprobs = np.asarray(trajectory.sampler_logprobs, dtype=np.float64)
         if trajectory.verified_spans:
-            positions = np.asarray(self.positions, dtype=np.int64)
+            positions = np.concatenate([np.arange(step.action_start, step.action_end) for step in trajectory.steps])
             verified = np.concatenate([np.arange(span.start, span.end) for span in trajectory.verified_spans])
             places = np.searchsorted(positions, verified)
             if (np.diff(verified) <= 0).any() or (places >= len(positions)).any() or (positions[places] != verified).any():
                 raise InvariantError(f"{tuple(trajectory.key)}: verified spans {trajectory.verified_spans} do not lie in its actions, in order.")
-            result[places] = trajectory.verified_logprobs
-        return result
+            logprobs[places] = trajectory.verified_logprobs
+        self._logprobs.append(logprobs)
+
+    def batch(self, rows: Sequence[Row], selection: Selection) -> Batch:
+        places, lengths = np.asarray(self._actions, dtype=np.int64).reshape(-1, 2).T
+        numbers, span_lengths = np.asarray(self._spans, dtype=np.int64).reshape(-1, 2).T
+        return Batch(
+            rows=tuple(rows),
+            positions_A=np.arange(self.count) + np.repeat(places - np.cumsum(lengths) + lengths, lengths),
+            sampler_logprobs_A=np.concatenate(self._logprobs),
+            versions_A=np.repeat(numbers, span_lengths),
+            key_A=np.repeat(np.asarray(self._keys, dtype=np.bool_), lengths),
+            weight_A=np.repeat(np.asarray(self._weights, dtype=np.float64), lengths),
+            row_A=np.repeat(np.arange(len(rows)), [row.end - row.start for row in rows]),
+            max_staleness=selection.max_staleness,
+            max_key_staleness=selection.max_key_staleness,
+        )
 
 
-def _steps(trajectory: Trajectory, start: int, context: ContextRule, *, marked: bool) -> tuple[Step, ...]:
-    steps = []
-    for context_start, record in zip(_context_starts(trajectory, context), trajectory.steps, strict=True):
-        end = start + record.action_end - record.action_start
-        steps.append(Step(start=start, end=end, context_start=context_start, key=marked or record.key_weight > 0))
-        start = end
-    return tuple(steps)
-
-
-def _context_starts(trajectory: Trajectory, context: ContextRule) -> list[int]:
-    """Of each step, where what the policy saw begins: `observation` shows it what follows the previous action."""
-    if context is ContextRule.TRAJECTORY:
-        return [0] * len(trajectory.steps)
-    return [0, *(step.action_end for step in trajectory.steps)][: len(trajectory.steps)]
+def _contexts(trajectory: Trajectory, steps: Sequence[Step], context: ContextRule) -> tuple[Context, ...]:
+    if context is ContextRule.OBSERVATION:
+        firsts = [0, *(record.action_end for record in trajectory.steps)]
+        return tuple(Context(first=first, start=step.start, end=step.end) for first, step in zip(firsts, steps, strict=False))
+    return (Context(first=0, start=steps[0].start, end=steps[-1].end),) if steps else ()
 
 
 def _decode(selection: Selection, index: int, context: ContextRule) -> Trajectory:
@@ -140,9 +144,12 @@ def _decode(selection: Selection, index: int, context: ContextRule) -> Trajector
         raise InvariantError(f"selection {selection.id}: the payload of {tuple(member.summary.key)} is the trajectory {tuple(trajectory.key)}.")
     if trajectory.failed:
         raise InvariantError(f"selection {selection.id} holds the failed rollout {tuple(trajectory.key)} ({trajectory.end_reason}).")
-    for start, step in zip(_context_starts(trajectory, context), trajectory.steps, strict=True):
-        if step.action_start == start and step.action_end > start:
-            raise InvariantError(f"{tuple(trajectory.key)}: token {start} is an action before which the policy saw nothing: nothing predicts it.")
+    first = 0  # token that the policy saw before the action
+    for step in trajectory.steps:
+        if step.action_start == first and step.action_end > first:
+            raise InvariantError(f"{tuple(trajectory.key)}: token {first} is an action before which the policy saw nothing: nothing predicts it.")
+        if context is ContextRule.OBSERVATION:
+            first = step.action_end
     if not (math.isfinite(trajectory.reward) and trajectory.temperature > 0):
         raise InvariantError(f"{tuple(trajectory.key)}: reward {trajectory.reward}, temperature {trajectory.temperature}.")
     return trajectory

@@ -82,15 +82,15 @@ def test_input_rows_of_single_observations_hold_their_own_context_and_nothing_el
     parts = cut(batch, np.arange(len(batch.rows)), budget, whole=whole)
     packed = sorted(index for part in parts for index in part.index_N.tolist())
     assert packed == np.flatnonzero(trained).tolist()
-    step_of = {index: step for row in batch.rows for step in row.steps for index in range(step.start, step.end)}
+    context_of = {index: context for row in batch.rows for context in row.contexts for index in range(context.start, context.end)}
     for part in parts:
         width = part.tokens_RT.shape[1]
         inputs = {index: divmod(int(hidden), width) for index, hidden in zip(part.index_N.tolist(), part.hidden_N, strict=True)}
         assert sorted({place for place, _ in inputs.values()}) == list(range(part.tokens_RT.shape[0]))  # no input row without a trained token
         for index, (place, column) in inputs.items():
             source, position = trajectories[int(batch.row_A[index])], int(batch.positions_A[index])
-            assert part.tokens_RT[place, : column + 1].tolist() == list(source.tokens[step_of[index].context_start : position])
-            assert all((place == other) == (step_of[index] is step_of[i]) for i, (other, _) in inputs.items())
+            assert part.tokens_RT[place, : column + 1].tolist() == list(source.tokens[context_of[index].first : position])
+            assert all((place == other) == (context_of[index] is context_of[i]) for i, (other, _) in inputs.items())
         together = {place: set(part.index_N[part.row_N == place].tolist()) for place in set(part.row_N.tolist())}
         for members in together.values():
             (owner,) = {int(batch.row_A[index]) for index in members}
