@@ -1,0 +1,113 @@
+"""A profile made from events alone finds what the run was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fakes import profiled_run as run
+from headrace.errors import ConfigError
+from headrace.planner.measure import measure
+from headrace.planner.profile import Profile, profile_as_json, profile_from_json
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profiled") / "run"
+    run.write_run(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(directory: Path) -> Profile:
+    return measure(directory)
+
+
+def test_decode_fit_gives_the_latency_that_the_steps_had(profile: Profile) -> None:
+    for running in (1, 6, 24, 64):
+        for context in (15, 50):
+            assert profile.decode.fit.seconds(running, context, running) == pytest.approx(run.DECODE.seconds(running, context, running), rel=0.1)
+    assert sum(point.count for point in profile.decode.points) == run.NUM_UPDATES * 50
+
+
+def test_learner_fit_gives_the_seconds_of_other_batches(profile: Profile) -> None:
+    for tokens in (300, 800):
+        assert profile.learn.fit.seconds(1, 4096, tokens) == pytest.approx(run.LEARN.seconds(1, 4096, tokens), rel=0.05)
+    assert profile.learn.handover_seconds == pytest.approx(0.01)
+
+
+def test_learner_tokens_of_a_trajectory_count_filtered_ones_as_none(profile: Profile) -> None:
+    mean = profile.distributions.prompt_tokens.mean + profile.distributions.answer_tokens.mean
+    assert profile.learn.tokens_per_trajectory == pytest.approx(mean / 2, rel=0.02)
+
+
+def test_waits_of_single_steps_follow_from_those_of_whole_rollouts(profile: Profile) -> None:
+    waits = profile.distributions.tool_wait_seconds
+    assert waits.mean == pytest.approx(run.WAIT_MEAN, rel=0.03)
+    assert waits.deviation == pytest.approx(run.WAIT_DEVIATION, rel=0.15)
+
+
+def test_weight_update_and_gaps_are_means_of_what_was_reported(profile: Profile) -> None:
+    assert profile.weight_update.bytes == 400_000
+    assert profile.weight_update.publish_seconds == pytest.approx(0.002)
+    assert profile.weight_update.pause_seconds == pytest.approx(0.004)
+    assert profile.decode.gap_seconds == pytest.approx(run.GAP_SECONDS)
+
+
+def test_groups_capacity_and_steady_state_are_those_of_the_run(profile: Profile) -> None:
+    assert profile.group.size == run.GROUP_SIZE and profile.group.tailness == pytest.approx(1.0)
+    assert profile.group.seconds_tailness is not None and profile.group.seconds_tailness > 1.1
+    assert profile.decode.saturation.running == 48 and profile.decode.saturation.tokens_per_second == 9000.0
+    assert profile.observed is not None
+    assert profile.observed.step_seconds == pytest.approx(run.STEP_SECONDS)
+    assert profile.observed.batch_trajectories == run.GROUP_SIZE * run.BATCH_GROUPS
+    assert profile.observed.staleness_mean == pytest.approx(2.0)
+
+
+def test_the_profile_survives_json(profile: Profile) -> None:
+    assert profile_from_json(json.loads(json.dumps(profile_as_json(profile)))) == profile
+
+
+def test_events_of_older_versions_make_a_profile_too(tmp_path: Path) -> None:
+    run.write_run(tmp_path / "old", detail=False)
+    profile = measure(tmp_path / "old")
+    mean = sum(running for running in (1, 2, 4, 8, 16, 32, 64)) / 7
+    half = (profile.distributions.prompt_tokens.mean + profile.distributions.answer_tokens.mean) / 2  # contexts are not told, and taken to be that
+    assert profile.decode.fit.seconds(mean, half, mean) == pytest.approx(run.DECODE.seconds(mean, 35, mean), rel=0.1)
+    assert profile.distributions.prompt_tokens.mean == pytest.approx(profile.distributions.answer_tokens.mean)
+
+
+def test_a_run_that_was_cut_in_the_middle_of_a_line_is_measured_as_far_as_it_goes(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut"
+    path.mkdir()
+    whole = (directory / "events.jsonl").read_bytes()
+    (path / "events.jsonl").write_bytes(whole[: 2 * len(whole) // 3])
+    profile = measure(path)
+    assert profile.distributions.steps.mean == pytest.approx(measure(directory).distributions.steps.mean, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (None, "holds no events.jsonl"),
+        ("", "holds no event of a run yet"),
+        ("not json\n", "holds no event of a run yet"),
+        ('{"event":"run_started","time":0.0,"devices":[],"mode":"async","placement":"split"}\n', "finished no rollout"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_with_a_remedy(tmp_path: Path, text: str | None, what: str) -> None:
+    if text is not None:
+        (tmp_path / "events.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=what) as caught:
+        measure(tmp_path)
+    assert caught.value.problems[0].key == "RUN" and caught.value.problems[0].remedy
+
+
+def test_a_run_without_an_update_is_refused(tmp_path: Path) -> None:
+    run.write_run(tmp_path / "one", num_updates=1)
+    path = tmp_path / "one" / "events.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"event":"updated"' not in line))
+    with pytest.raises(ConfigError, match="made no update"):
+        measure(tmp_path / "one")
