@@ -9,13 +9,23 @@ from itertools import cycle
 from typing import Any
 
 from fakes.learner import ScriptedLearner
-from fakes.rollouts import END_TOKEN, ScriptedSampler, ScriptedWeights, action_tokens_of_task, scripted_settings, scripted_task, scripted_worker
+from fakes.rollouts import (
+    END_TOKEN,
+    LoopUserCode,
+    ScriptedEnvironment,
+    ScriptedSampler,
+    ScriptedWeights,
+    action_tokens_of_task,
+    scripted_settings,
+    scripted_task,
+    scripted_worker,
+)
 from headrace import clock
 from headrace.conductor import Conductor, Roles
 from headrace.config import Settings
 from headrace.events import EventLog
 from headrace.rollout.worker import RolloutWorkerCore
-from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SampleRequest, SamplingParameters, Task
+from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SampleRequest, SamplingParameters, Task, VerifyRequest
 
 
 class CycledTasks:
@@ -63,6 +73,12 @@ def run_settings(
     return scripted_settings(**parts)
 
 
+class ReplayableScriptedEnvironment(ScriptedEnvironment):
+    """Its answers follow from the task and the number of actions."""
+
+    replayable = True
+
+
 class MemberTasks(dict[RolloutKey, Task]):
     """Which task each rollout has, noted as workers are given requests: the samplers' scripts ask."""
 
@@ -81,6 +97,7 @@ class ScriptedRun:
     applies: bool = True
     refuse: Callable[[int], bool] = lambda selection_id: False
     fail: Callable[[SampleRequest], int | None] = lambda request: None
+    reject: Callable[[VerifyRequest], int | None] = lambda request: None
     evaluator: Any = None
     recorder: Any = None
     evaluation_tasks: Sequence[Task] = ()
@@ -104,10 +121,14 @@ class ScriptedRun:
                 action_tokens=action_tokens_of_task(member_tasks),
                 applies=self.applies,
                 fail=self.fail,
+                reject=self.reject,
             )
             for _ in range(self.settings.run.num_samplers)
         ]
-        self.workers = [scripted_worker(sampler, name=f"sampler-{index}", settings=self.settings) for index, sampler in enumerate(self.samplers)]
+        self.workers = [
+            scripted_worker(sampler, name=f"sampler-{index}", settings=self.settings, user_code=LoopUserCode(make_environment=ReplayableScriptedEnvironment))
+            for index, sampler in enumerate(self.samplers)
+        ]
         for worker in self.workers:
             self._note_starts(worker, member_tasks)
         self.learner = ScriptedLearner(

@@ -18,7 +18,7 @@ from fakes.runs import CycledTasks, ScriptedRun, run_settings, version_numbers
 from headrace import clock
 from headrace.clock import run_virtual
 from headrace.errors import NoProgressError, WaitTimeoutError
-from headrace.types import PolicyVersion, RolloutKey, Task
+from headrace.types import PolicyVersion, RolloutKey, Task, VerifyRequest
 from headrace.updates import Selection
 
 
@@ -326,6 +326,122 @@ def test_marks_change_no_token_log_probability_or_version() -> None:
     assert drawn(runs[0]) == drawn(runs[1])
     assert sum(step.key_weight for s in runs[0].learner.selections for m in s.members for step in Trajectory.from_bytes(m.payload).steps) == 0
     assert any(m.summary.num_key_steps for s in runs[1].learner.selections for m in s.members)
+
+
+def verified_run(*, num_updates: int = 12, rejects: bool = True, **pool: Any) -> ScriptedRun:
+    """Rollouts of many steps that last several updates; two samplers; every third verified rollout is cut somewhere."""
+
+    def reject(request: VerifyRequest) -> int | None:
+        draw = random.Random(repr((request.key, request.round)))
+        if not rejects or draw.random() > 1 / 3:
+            return None
+        _, start, end = draw.choice(request.checked)
+        return draw.randrange(start, end)
+
+    settings = run_settings(num_updates=num_updates, max_staleness=6, num_samplers=2, pool={"verify_after": 1, **pool})
+    tasks = [scripted_task(f"t{index}", answers=4, wait_seconds=0.3 * (index % 4), key_steps=[0, 2], reward=index % 2) for index in range(5)]
+    return ScriptedRun(settings=settings, tasks=tasks, learn_seconds=0.8, apply_seconds=0.1, reject=reject)
+
+
+def key_ages(run: ScriptedRun) -> list[tuple[int, int]]:
+    """(age at take of the oldest key token, rounds) of each member."""
+    return [
+        (max(s.learner_version.number - count.version.number for count in m.summary.versions if count.key), m.summary.round)
+        for s in run.learner.selections
+        for m in s.members
+    ]
+
+
+@pytest.mark.parametrize("verify", ["key_steps", "all"])
+def test_aged_rollouts_are_verified_before_they_are_trained(verify: str) -> None:
+    """A whole run: what is trained with key tokens older than verify_after has used up its rounds; the ledger closes at each update."""
+    plain, verified = verified_run(verify="off"), verified_run(verify=verify, verify_rounds=3)
+    run_virtual(plain.run())
+    run_virtual(verified.run())
+    assert max(age for age, _ in key_ages(plain)) > 1, "without verification key tokens are older: the comparison would show nothing"
+    assert all(age <= 1 or rounds >= 3 for age, rounds in key_ages(verified))
+    assert sum(rounds > 0 for _, rounds in key_ages(verified)) > 5
+    back = verified.log.named("rollout_verified")
+    assert sum(line["rollouts"] for line in verified.log.named("verification_asked")) >= len(back) > 5
+    ledger = verified.log.named("ledger")[-1]["ledger"]
+    refreshed = sum(line["refreshed"] for line in back)
+    assert ledger["closes"] and 0 < ledger["tokens"]["skipped"]["refreshed"] <= refreshed
+    assert not plain.log.named("verification_asked")
+    in_batches = {key for _, members in batches(verified) for key in (m[0] for m in members)}
+    for sampler in verified.samplers:  # what left the pool is forgotten
+        kept = [key for key in in_batches if sampler.can_verify(key)]
+        assert len(kept) <= verified.settings.batch_trajectories
+
+
+def test_verification_does_not_hold_up_a_run_whose_rollouts_are_never_old() -> None:
+    run = verified_run(verify="all", verify_after=50)
+    run_virtual(run.run())
+    plain = verified_run(verify="off")
+    run_virtual(plain.run())
+    assert batches(run) == batches(plain)
+    assert not run.log.named("rollout_verified")
+
+
+def test_rollouts_that_cannot_be_checked_are_trained_as_old_as_they_are() -> None:
+    def fail(request: VerifyRequest) -> int | None:
+        raise RuntimeError("the old distribution is gone")
+
+    run = verified_run(verify="key_steps")
+    run.reject = fail
+    run_virtual(run.run())
+    assert {rounds for _, rounds in key_ages(run)} == {0, run.settings.pool.verify_rounds}
+
+
+def test_a_verification_that_never_comes_back_holds_up_only_its_own_group() -> None:
+    """A worker that loses what it was asked: the others are served, in the end only as many as are never old; nothing is lost silently."""
+    run = verified_run(num_updates=40, verify="key_steps", verify_after=0)
+    asked: list[RolloutKey] = []
+
+    async def lose(keys: Any) -> None:
+        asked.extend(keys)
+
+    building = run.build
+
+    def build() -> None:
+        building()
+        for worker in run.workers:
+            worker.verify = lose  # type: ignore[method-assign]
+
+    run.build = build  # type: ignore[method-assign]
+    run_virtual(run.run())
+    assert asked and len(run.learner.selections) == 40
+    assert not {m.summary.key for s in run.learner.selections for m in s.members} & set(asked)
+    assert run.log.named("ledger")[-1]["ledger"]["trajectories"]["in_flight"] >= len(asked)
+
+
+def test_with_a_quorum_late_members_are_trained_in_later_batches_against_everybody() -> None:
+    """Three decode slots for groups of four: members come back one after another."""
+    released = {}
+    for quorum in (None, 2):
+        settings = run_settings(num_updates=20, groups=2, group_size=4, max_staleness=4, pool={"quorum": quorum})
+        run = ScriptedRun(settings=settings, tasks=mixed_tasks(3), learn_seconds=0.2, max_running=3)
+        run_virtual(run.run())
+        assert all(len(s.members) == 8 for s in run.learner.selections)
+        released[quorum] = [(m.summary.key[:2], len(s.group_rewards.get(m.summary.key.group_id, ()))) for s in run.learner.selections for m in s.members]
+    assert {known for _, known in released[None]} == {0}, "whole groups need no rewards beside them"
+    known: dict[int, list[int]] = {}
+    for (group_id, _), number in released[2]:
+        known.setdefault(group_id, []).append(number)
+    pieces = [numbers for numbers in known.values() if any(numbers)]
+    assert len(pieces) > 2 and all(numbers == sorted(numbers) and min(numbers) >= 2 for numbers in pieces), "more are known with each later piece"
+    assert len({key for key, _ in released[2]}) == len(released[2])
+
+
+def test_pace_says_what_it_does_and_what_it_costs() -> None:
+    run = verified_run(num_updates=40, verify="off", pace_key_steps=True, max_key_staleness=0)
+    run_virtual(run.run())
+    judged = run.log.named("paced")
+    assert judged[0]["limit_groups"] < judged[0]["max_groups"] and judged[0]["over_share"] > 0.05
+    assert judged[-1]["wait_seconds"] > 0
+    plain = verified_run(num_updates=40, verify="off", max_key_staleness=0)
+    run_virtual(plain.run())
+    over = [each.log.named("ledger")[-1]["ledger"]["key_steps"]["over_bound"] for each in (run, plain)]
+    assert over[0] < over[1]
 
 
 class PinnedEvaluator:
