@@ -1,0 +1,367 @@
+"""A rollout worker that only takes time: roles.RolloutWorker under the virtual clock.
+
+takes: requests, announcements of weights    gives: reports    waits for: the clock
+woken by: an action that ends, an environment that answers, weights that arrive, a heartbeat while rollouts run
+
+It reports when, and what, rollout/worker.py reports (I11); the rollouts' tokens are only counted. One timer runs for the decode engine,
+whatever the batch, and one for each rollout that waits for its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from enum import Enum
+
+from headrace import clock
+from headrace.config import Settings
+from headrace.errors import HeadraceError, InvariantError, WorkerLostError
+from headrace.rollout.worker import ROOM_CHECK_SECONDS
+from headrace.runtime.simulated_engine import Action, DecodeEngine
+from headrace.runtime.time_model import PlannedRollout, TimeModel
+from headrace.types import (
+    EndReason,
+    FinishedRollout,
+    PolicyVersion,
+    RolloutKey,
+    RolloutRequest,
+    TrajectorySummary,
+    VersionCount,
+    WorkerReport,
+)
+from headrace.updates import WeightUpdate
+
+
+class _Engine(Enum):
+    IDLE = 0
+    RUNNING = 1
+    PAUSED = 2
+
+
+class _Rollout:
+    """One in flight."""
+
+    __slots__ = ("action", "drawn", "plan", "request", "started", "step", "timer", "tokens", "wait_seconds")
+
+    def __init__(self, request: RolloutRequest, plan: PlannedRollout, started: float) -> None:
+        self.request, self.plan, self.started = request, plan, started
+        self.step = 0
+        self.tokens = 0
+        """Of the trajectory so far."""
+        self.drawn: dict[PolicyVersion, int] = {}
+        self.action: Action | None = None
+        """None while it waits for its environment."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.wait_seconds = 0.0
+
+
+class SimulatedWorker:
+    """Implements roles.RolloutWorker. Made in the loop that it lives in."""
+
+    def __init__(self, name: str, *, settings: Settings, model: TimeModel) -> None:
+        self.name = name
+        self.engine = DecodeEngine(model, max_running=settings.sampler.max_running)
+        self._settings, self._model = settings, model
+        self._rollouts: dict[RolloutKey, _Rollout] = {}
+        self._waits = WaitingRollouts(settings.sampler.gather_seconds)
+        self._finished: list[FinishedRollout] = []
+        self._changed = asyncio.Event()
+        self._changed.set()  # the first report tells the room
+        self._loop = asyncio.get_running_loop()
+        self._state = _Engine.IDLE
+        self._timer: asyncio.Handle | None = None
+        self._due_steps = 0
+        self._idle_since, self._idle_reason = clock.now(), "admission"
+        self._newest = self._announced = self._taking_up = self.engine.version
+        self._stopped = False
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._room_check: asyncio.TimerHandle | None = None
+        self._reported_room = 0
+        self._reported_seconds = -1.0
+        self._activity_seconds = clock.now()
+        self._was_at_work = False
+
+    # --- roles.RolloutWorker -----------------------------------------------------------------------------------------------
+
+    async def start(self, requests: Sequence[RolloutRequest]) -> None:
+        if self._stopped:
+            raise WorkerLostError(f"{self.name} has been stopped and starts no rollouts.")
+        now, version = clock.now(), self.engine.version.number
+        for request in requests:
+            if request.key in self._rollouts:
+                raise InvariantError(f"{self.name}: {request.key} was started twice.")
+            rollout = self._rollouts[request.key] = _Rollout(request, self._model.plan_rollout(request, version), now)
+            self._act(rollout)
+        self._expect_room()
+        if self._rollouts and self._heartbeat is None:
+            self._heartbeat = self._loop.call_later(self._model.heartbeat_seconds, self._beat)
+        self._note_idle("environment")
+
+    async def next_report(self) -> WorkerReport:
+        """Raises WorkerLostError when the worker has been stopped and everything it finished has been reported."""
+        early = self._reported_seconds + self._model.report_seconds - clock.now()
+        if early > 0 and self._reported_seconds >= 0:
+            await asyncio.sleep(early)
+        await self._changed.wait()
+        if self._stopped and not self._finished:
+            raise WorkerLostError(f"{self.name} has ended.")
+        if not self._stopped:
+            self._changed.clear()
+        now = self._reported_seconds = clock.now()
+        self._settle(now)
+        finished, self._finished = tuple(self._finished), []
+        self._reported_room = self._room(now)
+        return WorkerReport(
+            worker=self.name,
+            version=self.engine.version,
+            finished=finished,
+            room=self._reported_room,
+            in_flight=len(self._rollouts),
+            generated_tokens=self.engine.generated_tokens,
+            longest_wait=self._longest_wait(now),
+            activity=self.engine.take_activity() if self._activity_is_due(now) else None,
+        )
+
+    async def announce(self, update: WeightUpdate) -> None:
+        self._announced = max(self._announced, update.version)
+        if self._model.transfer_seconds > 0:
+            self._loop.call_later(self._model.transfer_seconds, self._arrived, update.version)
+        else:
+            self._arrived(update.version)
+
+    async def verify(self, keys: Sequence[RolloutKey]) -> None:
+        raise HeadraceError(f"{self.name}: simulated rollouts are not verified.", remedy="Set pool.verify = 'off'.")
+
+    async def forget(self, keys: Sequence[RolloutKey]) -> None:
+        """Nothing is kept."""
+
+    async def cancel(self, keys: Sequence[RolloutKey]) -> None:
+        self._settle(clock.now())
+        for key in keys:
+            if (rollout := self._rollouts.get(key)) is not None:
+                self._give_up(rollout)
+
+    async def stop(self) -> None:
+        """Ends the rollouts in flight as CANCELLED; what finished can still be taken by `next_report`."""
+        await self.cancel(tuple(self._rollouts))
+        self._stopped = True
+        self._changed.set()
+        for timer in (self._timer, self._heartbeat, self._room_check):
+            if timer is not None:
+                timer.cancel()
+
+    # --- the decode engine -------------------------------------------------------------------------------------------------
+
+    def _on_timer(self) -> None:
+        """What the engine's timer was set for has come."""
+        self._timer = None
+        if self._state is _Engine.PAUSED:
+            self._take_up()
+        elif self._state is _Engine.RUNNING:
+            for action in self.engine.advance(self._due_steps):
+                self._acted(action)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Between two steps: weights, then waiting actions, then the next steps."""
+        now = clock.now()
+        if self._state is _Engine.IDLE:
+            self._close_idle(now)
+        if self._newest > self.engine.version:
+            self._taking_up, self._state = self._newest, _Engine.PAUSED
+            if self._model.pause_seconds > 0:
+                self._timer = self._loop.call_later(self._model.pause_seconds, self._on_timer)
+                return
+            self._take_up()
+        self._due_steps = self.engine.begin(now)
+        if self._due_steps:
+            self._state = _Engine.RUNNING
+            self._timer = self._loop.call_at(self.engine.time_of(self._due_steps), self._on_timer)
+        else:
+            self._state, self._idle_since = _Engine.IDLE, now
+            self._idle_reason = "environment" if self._rollouts else "admission"
+
+    def _take_up(self) -> None:
+        self.engine.take_up(self._taking_up, self._model.pause_seconds)
+        self._changed.set()
+
+    def _arrived(self, version: PolicyVersion) -> None:
+        """Weights can be taken up from now on."""
+        if version <= self._newest:
+            self._changed.set()  # acknowledges once more, as the first publish asks for
+            return
+        self._newest = version
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Something new waits for the next boundary between two steps."""
+        if self._state is _Engine.IDLE:
+            if self._timer is None:  # a moment later: what else arrives now comes along
+                self._timer = self._loop.call_soon(self._on_timer)
+        elif self._state is _Engine.RUNNING and self._timer is not None:
+            steps = self.engine.steps_done(clock.now()) + 1
+            if steps < self._due_steps:
+                self._due_steps = steps
+                self._timer.cancel()
+                self._timer = self._loop.call_at(self.engine.time_of(steps), self._on_timer)
+
+    def _settle(self, now: float) -> None:
+        """Counts what has been decoded, or idled, by now."""
+        if self._state is _Engine.RUNNING:
+            steps = min(self.engine.steps_done(now), self._due_steps - 1)  # the last one is the timer's
+            self.engine.advance(steps)
+            self._due_steps -= steps
+        elif self._state is _Engine.IDLE:
+            self._close_idle(now)
+
+    def _close_idle(self, now: float) -> None:
+        self.engine.idle(self._idle_reason, now - self._idle_since)
+        self._idle_since = now
+
+    def _note_idle(self, reason: str) -> None:
+        """Why the engine has nothing to do may have changed."""
+        if self._state is _Engine.IDLE and reason != self._idle_reason:
+            self._close_idle(clock.now())
+            self._idle_reason = reason
+
+    # --- rollouts ----------------------------------------------------------------------------------------------------------
+
+    def _act(self, rollout: _Rollout) -> None:
+        """Its next action waits for a slot."""
+        step = rollout.plan.steps[rollout.step]
+        rollout.timer = None
+        action = rollout.action = Action(rollout, context=rollout.tokens, observation_tokens=step.observation_tokens, action_tokens=step.action_tokens)
+        self.engine.waiting.append(action)
+        if self.engine.num_running < self.engine.max_running:
+            self._interrupt()
+
+    def _acted(self, action: Action) -> None:
+        rollout = action.owner
+        assert isinstance(rollout, _Rollout)
+        self._note_drawn(rollout, action)
+        step = rollout.plan.steps[rollout.step]
+        self._expect_room()
+        if step.wait_seconds > 0:
+            self._waits.begin(rollout, clock.now())
+            rollout.timer = self._loop.call_later(step.wait_seconds, self._answered, rollout)
+        else:
+            self._go_to_next_step(rollout)
+
+    def _note_drawn(self, rollout: _Rollout, action: Action) -> None:
+        rollout.action = None
+        if action.drawn:  # an observation that nobody answered is no part of the trajectory
+            rollout.tokens = action.context + action.observation_tokens
+        for version, count in action.drawn.items():
+            rollout.drawn[version] = rollout.drawn.get(version, 0) + count
+
+    def _answered(self, rollout: _Rollout) -> None:
+        rollout.wait_seconds += self._waits.end(rollout, clock.now())
+        self._go_to_next_step(rollout)
+
+    def _go_to_next_step(self, rollout: _Rollout) -> None:
+        rollout.step += 1
+        if rollout.step < len(rollout.plan.steps):
+            self._act(rollout)
+        else:
+            self._end(rollout, EndReason.ENVIRONMENT_ERROR if rollout.plan.fails else EndReason.DONE)
+
+    def _give_up(self, rollout: _Rollout) -> None:
+        if rollout.action is not None:
+            self.engine.drop(rollout.action)
+            self._note_drawn(rollout, rollout.action)
+        elif rollout.timer is not None:
+            rollout.timer.cancel()
+            rollout.wait_seconds += self._waits.end(rollout, clock.now())
+        self._end(rollout, EndReason.CANCELLED)
+
+    def _end(self, rollout: _Rollout, reason: EndReason) -> None:
+        request, now = rollout.request, clock.now()
+        del self._rollouts[request.key]
+        counts = tuple(VersionCount(version=version, unmarked=count, key=0) for version, count in sorted(rollout.drawn.items()))
+        summary = TrajectorySummary(
+            key=request.key,
+            task_id=request.task.id,
+            task_kind=request.task.kind,
+            reward=0.0 if reason is EndReason.CANCELLED else rollout.plan.reward,
+            end_reason=reason,
+            error=_ERRORS.get(reason),
+            num_tokens=rollout.tokens,
+            num_action_tokens=sum(rollout.drawn.values()),
+            num_steps=rollout.step,
+            num_key_steps=0,
+            discarded_tokens=0,
+            versions=counts,
+            seconds=now - rollout.started,
+            wait_seconds=rollout.wait_seconds,
+        )
+        self._finished.append(FinishedRollout(summary=summary, payload=b""))
+        self._changed.set()
+        if not self._rollouts:
+            self._note_idle("admission")
+
+    # --- reports, as rollout/worker.py makes them ----------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._heartbeat = None
+        self._changed.set()
+        if self._rollouts or self._was_at_work:
+            self._heartbeat = self._loop.call_later(self._model.heartbeat_seconds, self._beat)
+
+    def _expect_room(self) -> None:
+        if self._room_check is None:
+            self._room_check = self._loop.call_later(ROOM_CHECK_SECONDS, self._check_room)
+
+    def _check_room(self) -> None:
+        self._room_check = None
+        if self._room(clock.now()) > self._reported_room:
+            self._changed.set()
+
+    def _room(self, now: float) -> int:
+        if self._stopped:
+            return 0
+        free = self.engine.max_running - (len(self._rollouts) - self._waits.num_long(now))
+        if self._settings.sampler.max_in_flight is not None:
+            free = min(free, self._settings.sampler.max_in_flight - len(self._rollouts))
+        return max(0, free)
+
+    def _longest_wait(self, now: float) -> str | None:
+        if not self._rollouts:
+            return None
+        key, oldest = next(iter(self._rollouts.items()))
+        what = "its environment" if oldest.action is None else "the sampler"
+        where = f"group {key.group_id} member {key.member}, step {oldest.step} of task {oldest.request.task.id}"
+        return f"{where}: out for {now - oldest.started:.3g} s, waits for {what}"
+
+    def _activity_is_due(self, now: float) -> bool:
+        if now - self._activity_seconds < self._model.heartbeat_seconds:
+            return False
+        self._activity_seconds = now
+        self._was_at_work = bool(self._rollouts)
+        return True
+
+
+_ERRORS = {EndReason.ENVIRONMENT_ERROR: "a failure by the simulated rate", EndReason.CANCELLED: "cancelled by the run"}
+
+
+class WaitingRollouts:
+    """Rollouts in their environments, by how long: those that wait longer than `patience_seconds` have given their slot away."""
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience = patience_seconds
+        self._since: dict[_Rollout, float] = {}
+        """In order of time; the first `_num_long` have been out for longer than the patience."""
+        self._fresh: dict[_Rollout, None] = {}
+
+    def begin(self, rollout: _Rollout, now: float) -> None:
+        self._since[rollout] = now
+        self._fresh[rollout] = None
+
+    def end(self, rollout: _Rollout, now: float) -> float:
+        """Returns how long it waited."""
+        self._fresh.pop(rollout, None)
+        return now - self._since.pop(rollout)
+
+    def num_long(self, now: float) -> int:
+        while self._fresh and now - self._since[first := next(iter(self._fresh))] > self._patience:
+            del self._fresh[first]
+        return len(self._since) - len(self._fresh)
