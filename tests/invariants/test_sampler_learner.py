@@ -17,7 +17,6 @@ from fakes.weights import FakeWeights
 from headrace.clock import run_virtual
 from headrace.learner.batch import weigh
 from headrace.learner.core import LearnerRank
-from headrace.learner.unpack import unpack
 from headrace.sampler.transformers_sampler import TransformersSampler
 from headrace.types import EndReason, RolloutKey, StepRecord, Trajectory, VersionSpan
 from headrace.updates import Selection
@@ -25,14 +24,15 @@ from headrace.weights.channel import SharedMemoryChannel
 from headrace.weights.shared_memory import SharedMemoryReader, SharedMemoryWriter, parameter_bytes
 
 
-async def draw_trajectory(sampler: TransformersSampler, group: int, member: int) -> Trajectory:
-    """One to three steps with a cache kept between them."""
+async def draw_trajectory(sampler: TransformersSampler, group: int, member: int, context: str = "trajectory") -> Trajectory:
+    """One to three steps with a cache kept between them; with context `observation` each sees what follows the last action."""
     chooser = random.Random(f"{group}-{member}")
     tokens = [chooser.randrange(VOCABULARY) for _ in range(chooser.choice((1, 3, 12, 25)))]
     logprobs: list[float] = []
-    steps = []
+    steps: list[StepRecord] = []
     for step in range(chooser.randint(1, 3)):
-        wanted = request(tokens, group=group, member=member, step=step, keep=True, max_action_tokens=chooser.randint(1, 14), temperature=0.8)
+        seen = tokens[steps[-1].action_end :] if steps and context == "observation" else tokens
+        wanted = request(seen, group=group, member=member, step=step, keep=context == "trajectory", max_action_tokens=chooser.randint(1, 14), temperature=0.8)
         completion = await sampler.sample(wanted)
         start = len(tokens)
         tokens += completion.tokens
@@ -56,15 +56,15 @@ async def draw_trajectory(sampler: TransformersSampler, group: int, member: int)
     )
 
 
-def draw_selection(sampler: TransformersSampler, version: int, first_group: int) -> Selection:
+def draw_selection(sampler: TransformersSampler, version: int, first_group: int, context: str = "trajectory") -> Selection:
     async def main() -> list[Trajectory]:
-        return await asyncio.gather(*(draw_trajectory(sampler, first_group + group, member) for group in range(4) for member in range(4)))
+        return await asyncio.gather(*(draw_trajectory(sampler, first_group + group, member, context) for group in range(4) for member in range(4)))
 
     return make_selection(run_virtual(beside(sampler, main())), version=version)
 
 
 def largest_difference(learner: LearnerRank, selection: Selection) -> float:
-    batch = unpack(selection, learner.version, {0: 0}, learner._objective.advantage)
+    batch = learner._unpack(selection)
     weighing = weigh(batch, learner.version.number)
     differences = []
     with torch.no_grad():
@@ -91,6 +91,16 @@ def test_sampler_and_learner_agree_before_and_after_updates_reach_the_sampler(ki
         selection = draw_selection(sampler, update, first_group=100 * update)
         assert sampler.version.number == update
         assert largest_difference(learner, selection) <= 1e-4
+
+
+def test_sampler_and_learner_agree_where_each_step_saw_the_newest_observation_only() -> None:
+    sampler = make_sampler("llama", weights=FakeWeights())
+    selection = draw_selection(sampler, 0, first_group=0, context="observation")
+    differences = {}
+    for context in ("observation", "trajectory"):
+        settings = make_settings(rollout={"max_tokens": CONTEXT, "max_action_tokens": 16, "context": context}, model={"path": "unused"})
+        differences[context] = largest_difference(LearnerRank(str(tiny_model("llama")), settings), selection)
+    assert differences["observation"] <= 1e-4 < 1e-2 < differences["trajectory"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
