@@ -176,7 +176,7 @@ def sync_step(profile: Profile, setup: Setup) -> Steady:
     capacity = profile.decode.saturation.running
     work = engine_work(profile, setup.slots_per_sampler)
     # where rollouts queue for slots their order counts: the longest may start first or last, and all engines wait for the slowest
-    orders = 1 if count <= setup.slots_per_sampler else 8
+    orders = 1 if count <= setup.slots_per_sampler or wait_seconds(profile) > 0 else 8
     mixed = [_order(count, orders, shift) for shift in range(orders)]
     rounds = [play_round(work, [answers[index] for index in order], [waits[index] for index in order], capacity) for order in mixed]
     rounds.sort(key=lambda each: each.seconds)

@@ -65,7 +65,7 @@ def most_in_flight(work: EngineWork, context_tokens: float, wait_per_token: floa
         return slots
     patience = min(wait_per_token, gather_seconds)
     low, high = 0.0, slots
-    for _ in range(40):
+    for _ in range(26):
         middle = (low + high) / 2
         spoken_for = middle * (1.0 + patience / step_seconds(work, middle, context_tokens))
         low, high = (middle, high) if spoken_for < slots else (low, middle)
@@ -80,7 +80,7 @@ def pace(work: EngineWork, in_flight: float, context_tokens: float, wait_per_tok
     slots = usable_slots(work, context_tokens)
     low, high = 0.0, min(in_flight, slots)
     if wait_per_token > 0:
-        for _ in range(40):
+        for _ in range(26):
             middle = (low + high) / 2
             step = step_seconds(work, middle, context_tokens)
             low, high = (middle, high) if middle * (step + wait_per_token) < in_flight * step else (low, middle)

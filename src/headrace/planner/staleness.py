@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from headrace.planner.distributions import Distribution
 from headrace.planner.profile import Profile
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +82,34 @@ def resequencing_seconds(durations: Distribution, group_size: int, groups_per_se
     A group leaves at max over k >= 0 of (D_k - k / rate), D_k durations of those that started k before it:
     P(it leaves within x) = product over k of F(x + k / rate)^G. Its mean less the group's own.
     """
-    if groups_per_second <= 0 or durations.most <= 0:
+    if groups_per_second <= 0 or durations.most <= 0 or durations.table_mean <= 0:
         return 0.0
-    gap, most = 1.0 / groups_per_second, durations.most
-    own = durations.expected_max(group_size)
-    points, count = 160, min(2000, int(most / gap) + 1)
-    levels, values = np.asarray([level for level, _ in durations.quantiles]), np.asarray([value for _, value in durations.quantiles])
-    values = values + 1e-12 * np.arange(len(values))  # a step of the distribution, told apart
-    grid = (np.arange(points) + 0.5) / points * most
-    later = grid[:, None] + gap * np.arange(count)[None, :]
-    inside = np.clip(np.interp(later, values, levels), 1e-300, 1.0)
-    leaves = np.exp(group_size * np.log(inside).sum(axis=1))
-    return max(0.0, float((1.0 - leaves).sum()) * most / points - own)
+    unit = durations.table_mean
+    grid, logs, integral = _log_distribution(tuple((level, round(value / unit, 9)) for level, value in durations.quantiles))
+    gap, cell = 1.0 / (groups_per_second * unit), float(grid[1] - grid[0])
+    if grid[-1] / gap > _MANY:  # a sum over many close groups is an integral (Euler and Maclaurin)
+        sums = integral / gap + logs / 2
+    else:
+        later = grid[:, None] + gap * np.arange(_MANY + 1)[None, :]
+        sums = np.interp(later, grid, logs, right=0.0).sum(axis=1)
+    leaves = np.exp(group_size * sums)
+    return max(0.0, unit * (float((1.0 - leaves).sum()) * cell) - durations.expected_max(group_size))
+
+
+_MANY = 40
+_POINTS = 400
+
+
+@lru_cache(maxsize=64)
+def _log_distribution(table: tuple[tuple[float, float], ...]) -> tuple[Array, Array, Array]:
+    """(x, log F(x), the integral of log F from x on) at cell centres up to the largest value."""
+    levels, values = np.asarray([level for level, _ in table]), np.asarray([value for _, value in table])
+    values = values + 1e-9 * np.arange(len(values))  # a step of the distribution, told apart
+    cell = float(values[-1]) / _POINTS
+    grid: Array = (np.arange(_POINTS, dtype=np.float64) + 0.5) * cell
+    logs: Array = np.log(np.clip(np.interp(grid, values, levels), 1e-12, 1.0))
+    integral: Array = np.cumsum(logs[::-1])[::-1] * cell - logs * cell / 2
+    return grid, logs, integral
 
 
 def draw_to_end(profile: Profile, group_factor: float) -> float:
