@@ -10,6 +10,7 @@ from typing import Any
 from headrace.report.examples import Recorded, example_section
 from headrace.report.figures_devices import shares_of, timeline, utilization_bars, words
 from headrace.report.figures_learning import arrival_delays, length_figures, pool_levels, ratio_figures, staleness_map
+from headrace.report.figures_speed import decode_latency
 from headrace.report.markup import Markup, escape, figure, join, number_text, percent, table, tag
 from headrace.report.progress import duration
 from headrace.report.record import RunRecord
@@ -33,9 +34,10 @@ def run_sections(run: RunRecord, recorded: Recorded | None) -> Markup:
     ratios = _grid(figure(chart) for chart in ratio_figures(run))
     supply = _grid(figure(chart) for chart in (pool_levels(run), arrival_delays(run)) if chart)
     lengths = _grid(figure(chart) for chart in length_figures(run))
+    devices = [figure(chart) for chart in (timeline(run), utilization_bars(run), decode_latency(run))]
     return join(
         [
-            section("Who worked, who waited", figure(timeline(run)), figure(utilization_bars(run)), _time_table(run), lead=utilization(run)),
+            section("Who worked, who waited", *devices, _time_table(run), lead=utilization(run)),
             section("How fresh the data was", figure(staleness_map(run)), supply, lead=freshness(run)),
             section("Off-policy statistics", ratios, lead="Of the trained tokens of every update."),
             section("Lengths, and who got trained", lengths, _kind_table(run), _long_table(run, recorded), lead=long_and_slow(run)),
