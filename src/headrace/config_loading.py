@@ -1,6 +1,6 @@
 """From a recipe's name to settings: find the recipe, read it, put command-line overrides on top, check everything at once.
 
-Last wins: default < recipe file < command line. Every problem of the file and of the overrides is reported in one ConfigError.
+Last wins: default < recipe file < plan < command line. Every problem of the file and of the overrides is reported in one ConfigError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ResolvedSettings:
 
     settings: Settings
     origins: Mapping[str, str]
-    """Dotted key -> `default`, the recipe's path, or `command line`."""
+    """Dotted key -> `default`, the recipe's path, the plan's path, or `command line`."""
     recipe: Path
     """The recipe file; absolute."""
     task_module: Path
@@ -96,16 +96,17 @@ def find_recipe(name: str | Path) -> Path:
     raise ConfigError([Problem(message=what, key="recipe", value=str(name), remedy=remedy)])
 
 
-def load_settings(recipe: str | Path, overrides: Sequence[str] = ()) -> ResolvedSettings:
+def load_settings(recipe: str | Path, overrides: Sequence[str] = (), *, plan: tuple[str, Sequence[str]] | None = None) -> ResolvedSettings:
     """Settings of a recipe (see find_recipe) with `section.key=value` overrides on top; values are TOML, bare words are texts.
 
-    Raises ConfigError with every problem found.
+    `plan`: (file, overrides) that lie between the two. Raises ConfigError with every problem found.
     """
     path = find_recipe(recipe)
     shown = _shown(path)
     tree = _read_toml(path, shown)
     origins = dict.fromkeys(_leaves(tree), shown)
-    problems = _put_overrides(tree, overrides, origins)
+    problems = [] if plan is None else _put_overrides(tree, plan[1], origins, plan[0])
+    problems += _put_overrides(tree, overrides, origins, COMMAND_LINE)
     settings, found = _validate(tree, origins, shown)
     problems += found
     module = (path.parent / settings.task.module).resolve()
@@ -194,7 +195,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield key
 
 
-def _put_overrides(tree: dict[str, Any], overrides: Sequence[str], origins: dict[str, str]) -> list[Problem]:
+def _put_overrides(tree: dict[str, Any], overrides: Sequence[str], origins: dict[str, str], origin: str) -> list[Problem]:
     """Writes each `section.key=value` into the tree. Below a setting that is a table, the rest of the key is a path in it."""
     problems = []
     tables = {key: schema for key, _, schema in fields()}
@@ -204,7 +205,7 @@ def _put_overrides(tree: dict[str, Any], overrides: Sequence[str], origins: dict
         if not equals or not all(key.split(".")):
             problems.append(
                 Problem(
-                    file=COMMAND_LINE,
+                    file=origin,
                     key=key or None,
                     value=override,
                     message=f"'{override}' is not of the form section.key=value.",
@@ -221,7 +222,7 @@ def _put_overrides(tree: dict[str, Any], overrides: Sequence[str], origins: dict
             node[part] = child
             node = child
         node[parts[-1]] = _parse_override(text.strip(), tables.get(key))
-        origins[setting] = COMMAND_LINE
+        origins[setting] = origin
     return problems
 
 

@@ -58,6 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     run = command("run", "train on a recipe")
     run.add_argument("recipe", metavar="RECIPE", help=_RECIPE_HELP)
     run.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
+    run.add_argument("--plan", metavar="FILE", help="run it as headrace plan proposed: a plan.json, or the settings of its --overlay; KEY=VALUE still wins")
+    run.add_argument("--rank", metavar="N", type=_count, help="which plan of a plan.json (default: 1, the best)")
     run.add_argument("--run-dir", metavar="DIRECTORY", help="where everything of the run goes (default: runs/NAME-TIME)")
     run.add_argument("--dry-run", action="store_true", help="print every resolved setting and where it came from; start nothing")
     run.add_argument("--log", metavar="WHERE", action="append", choices=LOGS, help=f"also log to {', '.join(LOGS)}; may be given several times")
@@ -83,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("run", metavar="RUN", help=_RUN_HELP)
     watch.add_argument("--once", action="store_true", help="print one frame and end (so does --json, and output that is no terminal)")
     _add_profile_arguments(command("profile", "measure what the parts of a run take, for headrace plan"))
+    _add_plan_arguments(command("plan", "find how many devices should sample and how many learn, when it is done, what it costs"))
     _add_trajectories_arguments(command("trajectories", "browse and export what a run sampled"))
 
     _add_mark_arguments(command("mark", "show which recorded steps a rule would mark as key, before a run is spent on it"))
@@ -128,6 +131,24 @@ def _add_profile_arguments(profile: argparse.ArgumentParser) -> None:
     profile.add_argument("--group-size", metavar="N", type=_count, help="trajectories of one task (estimates; default: 8)")
 
 
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("profile", metavar="PROFILE", help="what headrace profile wrote")
+    plan.add_argument("--gpus", metavar="N", type=_count, required=True, help="devices to share out")
+    plan.add_argument("--max-staleness", metavar="UPDATES", type=_count_from_0, help="how old a trained token may be (default: 8; 0: synchronous plans only)")
+    plan.add_argument("--batch", metavar="B[,B]", help="trajectories of an update; several are compared (default: as in the profiled run, else 64 groups)")
+    plan.add_argument("--group-size", metavar="G", type=_count, help="trajectories of one task (default: the profile's)")
+    plan.add_argument("--updates", metavar="U", type=_count, help="updates to make (default: 100)")
+    plan.add_argument("--price", metavar="P", type=_amount, help="of one device for an hour, in any currency")
+    plan.add_argument("--deadline", metavar="HOURS", type=_amount, help="when it must be done")
+    plan.add_argument(
+        "--what-if", metavar="INPUT=FACTORx", action="append",
+        help="change an input: answers, prompts, tools, tail, decode, learn, weights, kv; decode=0.8x: a step takes 0.8 times as long; several times",
+    )  # fmt: skip
+    plan.add_argument("--out", metavar="FILE", default="plan.json", help="where the plan goes (default: plan.json)")
+    plan.add_argument("--overlay", metavar="FILE", help="also write the best plan as settings in TOML, for headrace run RECIPE --plan FILE")
+    plan.add_argument("--no-simulation", action="store_true", help="closed forms only: at once, not checked")
+
+
 def _add_trajectories_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("--task", metavar="ID", help="only of this task")
@@ -153,6 +174,13 @@ def _count(given: str) -> int:
     number = int(given)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _count_from_0(given: str) -> int:
+    number = int(given)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
     return number
 
 

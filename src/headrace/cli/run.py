@@ -14,7 +14,7 @@ from headrace.cli import interrupts
 from headrace.cli.config import print_settings, settings_object
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.config_loading import ResolvedSettings, load_settings, plain_values
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError, Problem
 from headrace.events import read_events
 from headrace.report.summary import summarize
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
-    resolved = load_settings(arguments.recipe, arguments.overrides)
+    resolved = load_settings(arguments.recipe, arguments.overrides, plan=planned_settings(arguments.plan, arguments.rank))
     if arguments.dry_run:
         print_settings(resolved, output)
         output.result(settings_object(resolved))
@@ -32,6 +32,17 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(contextlib.closing(opened)) for opened in open_logs(arguments.log or (), resolved, directory, output)]
         return _train(resolved, directory, logs, output)
+
+
+def planned_settings(plan: str | None, rank: int | None) -> tuple[str, list[str]] | None:
+    """(file, overrides) of a plan.json or of the settings that `headrace plan --overlay` wrote. Raises ConfigError."""
+    if plan is None:
+        if rank is not None:
+            raise ConfigError([Problem(key="--rank", value=rank, message="--rank is for plans.", remedy="Add --plan plan.json, or leave it out.")])
+        return None
+    from headrace.planner.plan import load_overlay
+
+    return plan, load_overlay(Path(plan), rank=rank)
 
 
 def open_logs(names: Sequence[str], resolved: ResolvedSettings, directory: Path, output: Output) -> list[SafeLog]:

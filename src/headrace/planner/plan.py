@@ -6,6 +6,7 @@ Times are seconds, rates trajectories a second, staleness in updates. Keys that 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,11 +323,13 @@ def _wrong(path: Path | str | None, message: str) -> ConfigError:
 
 def overlay_settings(plan: Plan, *, num_updates: int | None = None) -> dict[str, str | int]:
     """Settings (dotted key -> value) under which a run does what the plan says. `num_updates` where it was asked for."""
+    # a recipe's colocated devices are samplers of one device each
+    ranks = plan.num_samplers if plan.placement == "colocated" else plan.num_learner_devices
     settings: dict[str, str | int] = {
         "run.mode": plan.mode,
         "run.placement": plan.placement,
         "run.num_samplers": plan.num_samplers,
-        "run.num_learner_ranks": plan.num_learner_devices,
+        "run.num_learner_ranks": ranks,
         "sampler.max_running": plan.slots_per_sampler,
         "rollout.group_size": plan.group_size,
         "pool.groups_per_batch": plan.batch_trajectories // plan.group_size,
@@ -353,3 +356,26 @@ def overlay_toml(plan: Plan, *, num_updates: int | None = None) -> str:
             section = name
         lines.append(f"{leaf} = {json.dumps(value)}")
     return "\n".join(lines) + "\n"
+
+
+def load_overlay(path: Path, *, rank: int | None = None) -> list[str]:
+    """`section.key=value` of a plan.json (of the best plan, or of `rank`) or of what overlay_toml wrote. Raises ConfigError."""
+    if path.suffix != ".toml":
+        proposal = load_proposal(path)
+        return [f"{key}={json.dumps(value)}" for key, value in overlay_settings(proposal.plan(rank or 1, file=str(path))).items()]
+    if rank is not None:
+        what = f"'{path}' holds the settings of one plan: --rank cannot choose."
+        raise ConfigError([Problem(file=str(path), key="--rank", value=rank, message=what, remedy="Give the plan.json, or leave --rank out.")])
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _wrong(path, f"the plan cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise _wrong(path, f"it is no TOML: {error}.") from error
+    settings = []
+    for section, values in sections.items():
+        if not isinstance(values, dict):
+            what = f"'{section}' is not in a section."
+            raise ConfigError([Problem(file=str(path), key=section, value=str(values), message=what, remedy="Write [section] and its keys below it.")])
+        settings += [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return settings

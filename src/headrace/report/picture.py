@@ -29,7 +29,7 @@ def _chart(events: Sequence[Line], width: int) -> str:
     return chart({"·": rewards, "●": evaluations}, columns=width - 10, legend="·  mean reward of a batch    ●  evaluation") if rewards else ""
 
 
-def chart(series: Mapping[str, Sequence[tuple[float, float]]], *, columns: int, legend: str, rows: int = _CHART_ROWS) -> str:
+def chart(series: Mapping[str, Sequence[tuple[float, float]]], *, columns: int, legend: str, rows: int = _CHART_ROWS, unit: str = "updates") -> str:
     """Points (x, y) of each mark on one grid, later marks on top; a column that holds several points of a mark shows their mean."""
     points = [point for each in series.values() for point in each]
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
@@ -49,7 +49,7 @@ def chart(series: Mapping[str, Sequence[tuple[float, float]]], *, columns: int, 
     for index, row in enumerate(grid):
         label = f"{high_y - (high_y - low_y) * index / (rows - 1):7.3f}" if index in (0, rows // 2, rows - 1) else ""
         lines.append(f"{label:>7} ┤{''.join(row).rstrip()}")
-    left, right = f"{low_x:g}", f"{high_x:g} updates"
+    left, right = f"{low_x:g}", f"{high_x:g} {unit}"
     lines.append(" " * 8 + "└" + "─" * columns)
     lines.append(" " * 9 + left + right.rjust(columns - len(left)))
     lines.append(" " * 9 + legend)

@@ -1,0 +1,158 @@
+"""`headrace plan`: how many devices sample, how many learn, when is it done, what does it cost."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.cli.output import Output
+from headrace.errors import ConfigError, Problem
+from headrace.planner.inputs import parse_what_if
+from headrace.planner.plan import Plan, Proposal, Request, overlay_toml, proposal_as_json, save_proposal, write_text
+from headrace.planner.profile import Profile, load_profile
+from headrace.planner.proposal import make_proposal
+from headrace.report.picture import chart
+from headrace.report.progress import duration
+
+DEFAULT_GROUPS = 64
+"""Of a batch, where neither the request nor the profile says."""
+DEFAULT_UPDATES = 100
+_SENSITIVE = 4
+"""Inputs that people are told of."""
+
+
+def execute(arguments: argparse.Namespace, output: Output) -> int:
+    profile = load_profile(Path(arguments.profile))
+    request = make_request(arguments, profile)
+    proposal = replace(make_proposal(profile, request), profile_file=arguments.profile)
+    files = _write(proposal, arguments)
+    print("\n".join([*described(proposal, width=output.width), "", *files]), file=output.people)
+    values = proposal_as_json(proposal)
+    if proposal.infeasible_reason is not None:
+        output.say(f"Not possible: {proposal.infeasible_reason}")
+        error = {"kind": "InfeasibleRequest", "message": proposal.infeasible_reason, "remedy": "Ask for more devices, less work or more time."}
+        output.result(values, status="failed", error=error)
+        return 1
+    output.result(values)
+    return 0
+
+
+def make_request(arguments: argparse.Namespace, profile: Profile) -> Request:
+    """What was not given is taken from the run that was profiled. Raises ConfigError."""
+    group_size, seen = arguments.group_size or profile.group.size, profile.observed
+    if arguments.batch:
+        batches = _batches(arguments.batch)
+    else:
+        usual = seen.batch_trajectories if seen is not None and seen.batch_trajectories else DEFAULT_GROUPS * group_size
+        batches = (max(1, round(usual / group_size)) * group_size,)
+    return Request(
+        num_gpus=arguments.gpus,
+        max_staleness=8 if arguments.max_staleness is None else arguments.max_staleness,
+        batch_trajectories=batches,
+        group_size=group_size,
+        num_updates=arguments.updates or DEFAULT_UPDATES,
+        price_per_gpu_hour=arguments.price,
+        deadline_hours=arguments.deadline,
+        what_if=parse_what_if(arguments.what_if or ()),
+    )
+
+
+def _batches(given: str) -> tuple[int, ...]:
+    try:
+        batches = tuple(int(part) for part in given.split(","))
+        if min(batches) < 1:
+            raise ValueError
+    except ValueError:
+        what = f"--batch is '{given}', it must be a number of trajectories, or several by commas."
+        raise ConfigError([Problem(key="--batch", value=given, limit="at least 1", message=what, remedy="For example --batch 256,512.")]) from None
+    return batches
+
+
+def _write(proposal: Proposal, arguments: argparse.Namespace) -> list[str]:
+    """Lines that say what was written."""
+    out = Path(arguments.out)
+    save_proposal(proposal, out)
+    lines = [f"plan {out}"]
+    if proposal.best is not None:
+        lines.append(f"headrace simulate {out} plays it; headrace run RECIPE --plan {out} runs it")
+    if arguments.overlay is not None and proposal.best is not None:
+        write_text(Path(arguments.overlay), overlay_toml(proposal.best, num_updates=arguments.updates and proposal.best.num_updates), option="--overlay")
+        lines.append(f"settings {arguments.overlay}")
+    return lines
+
+
+# for people -----------------------------------------------------------------------------------------------------------
+
+
+def described(proposal: Proposal, *, width: int) -> list[str]:
+    request, best = proposal.request, proposal.best
+    if best is None:
+        return []
+    lines = [_headline(proposal, best), ""]
+    lines += _table(proposal, width)
+    lines += ["", *_sentences(proposal, best)]
+    if len(proposal.rates) > 1:
+        lines += ["", *_rates_chart(proposal, width)]
+    if request.what_if:
+        lines += ["", "what if: " + ", ".join(f"{name} x {factor:g}" for name, factor in request.what_if.items())]
+    return lines
+
+
+def _headline(proposal: Proposal, best: Plan) -> str:
+    request, finish = proposal.request, best.finish_seconds
+    how = "all devices sample, then learn" if best.placement == "colocated" else f"{best.num_sampler_devices} sample, {best.num_learner_devices} learn"
+    cost = "" if best.cost is None else f", costs {best.cost.p50:,.2f} (P90 {best.cost.p90:,.2f})"
+    return (
+        f"{request.num_gpus} devices, staleness at most {request.max_staleness}: {best.mode}, {how}. "
+        f"{best.num_updates:,} updates of {best.batch_trajectories:,} trajectories take {duration(finish.p50)} (P90 {duration(finish.p90)}){cost}."
+    )
+
+
+def _table(proposal: Proposal, width: int) -> list[str]:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "mode", "learn:sample", "parallel", "slots", "bound", "s/update", "traj./s", "staleness", "occupancy", "busy", "done P50", "limit"):
+        table.add_column(name, justify="left" if name in ("mode", "limit") else "right", no_wrap=True)
+    for plan in proposal.plans:
+        mark = "*" if plan.verified_by == "simulation" else ""
+        stale = f"{plan.staleness.mean:.2f}" if plan.mode == "async" else "0"
+        table.add_row(
+            f"{plan.rank}{mark}", plan.mode, plan.split if plan.placement == "split" else "in turn", str(plan.tensor_parallel), str(plan.slots_per_sampler),
+            str(plan.max_staleness), f"{plan.step_seconds:.3g}", f"{plan.rate:.3g}", stale, f"{plan.occupancy:.0%}", f"{plan.busy_fraction:.0%}",
+            duration(plan.finish_seconds.p50), plan.bottleneck,
+        )  # fmt: skip
+    console = Console(width=max(width, 140))
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def _sentences(proposal: Proposal, best: Plan) -> list[str]:
+    lines = [f"{plan.rank:>4}  {plan.why_not_better}" for plan in proposal.plans[:5]]
+    if any(plan.verified_by == "simulation" for plan in proposal.plans):
+        lines.append("   *  simulated; the others in closed form, corrected by what simulation showed of their mode")
+    lines.append("")
+    lines += [proposal.flat_region_text] if proposal.flat_region_text else []
+    if proposal.speedup_over_best_sync is not None:
+        lines.append(f"{proposal.speedup_over_best_sync:.2f} x the throughput of the best synchronous plan.")
+    if best.mode == "async":
+        stale = best.staleness
+        lines.append(f"Staleness of trained tokens: mean {stale.mean:.2f}, 95 % at most {stale.p95:.3g}, never over {best.max_staleness}.")
+    strongest = [each for each in proposal.sensitivity if abs(each.elasticity) >= 0.01][:_SENSITIVE]
+    if strongest:
+        told = "; ".join(f"{each.meaning} {each.elasticity:+.2f} %" for each in strongest)
+        lines.append(f"Throughput changes, for each per cent more: {told}.")
+    return lines + list(proposal.notes)
+
+
+def _rates_chart(proposal: Proposal, width: int) -> list[str]:
+    produced = [(point.num_sampler_devices, point.production_rate) for point in proposal.rates]
+    consumed = [(point.num_sampler_devices, point.consumption_rate) for point in proposal.rates]
+    # what is far above the other side says nothing and would flatten the crossing
+    most = 2.0 * max(point.rate for point in proposal.rates)
+    series = {mark: [point for point in points if point[1] <= most] for mark, points in (("o", produced), ("x", consumed))}
+    legend = "o  production    x  consumption, in trajectories/s, by devices that sample"
+    return chart(series, columns=min(width, 110) - 10, legend=legend, unit="devices").splitlines()
