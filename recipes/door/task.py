@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from headrace.errors import RecipeError
+from headrace.marks import TrajectoryView
 from headrace.roles import ScorePolicy
 from headrace.types import Action, Observation, Task
 
@@ -109,6 +110,12 @@ class Environment:
     def _observe(self) -> Observation:
         sign = self.signs[self.position]
         return Observation(text=sign, key=1.0 if is_door(sign) else 0.0)
+
+
+async def random_marks(trajectory: TrajectoryView) -> list[bool]:
+    """A control for the marks: as many steps as there are doors, anywhere."""
+    random_source = random.Random(f"marks {trajectory.task.id}")
+    return [random_source.random() < DOOR_FRACTION for _ in trajectory.steps]
 
 
 def demonstrations(seed: int = 0, corridor_signs: str = CORRIDOR) -> Iterator[tuple[str, ...]]:

@@ -18,6 +18,7 @@ from headrace.config_loading import load_settings
 from headrace.errors import RecipeError
 from headrace.learner.scratch import character_tokenizer
 from headrace.learner.warm_start import prepare_model
+from headrace.marks import StepView, TrajectoryView
 from headrace.recipe import RecipeCode
 from headrace.statistics import mean_with_interval
 from headrace.types import Action, Observation, StopReason, Task
@@ -273,3 +274,14 @@ async def observations(signs: str, walk: Any) -> list[Observation]:
         observation, _, _ = await walk.step(Action(text=answer, tokens=(1,), stop_reason=StopReason.MAX_TOKENS))
         seen.append(observation)
     return seen
+
+
+def test_random_marks_are_as_many_as_doors_and_come_again() -> None:
+    steps = tuple(StepView(observation=".", action="F", reward=0.0, tokens=(1,), logprobs=(-0.1,), entropies=None, key=0.0) for _ in range(40))
+    shares = []
+    for index in range(200):
+        view = TrajectoryView(task=Task(id=f"t{index}", data={}), steps=steps, reward=0.0, end_reason="done")
+        marks = asyncio.run(CODE.resolve("task:random_marks")(view))
+        assert marks == asyncio.run(CODE.resolve("task:random_marks")(view))
+        shares.append(statistics.fmean(marks))
+    assert 0.27 < statistics.fmean(shares) < 0.33
