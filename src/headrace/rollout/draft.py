@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from headrace import clock
-from headrace.config import ContextRule
 from headrace.rollout.verification import Verified
 from headrace.types import Completion, EndReason, RolloutRequest, StepRecord, StopReason, Trajectory, VerifyResult, VersionSpan
 
@@ -40,9 +39,22 @@ class StepDraft:
 class Draft:
     """Tokens, log-probabilities and steps so far. Between two steps `tokens` ends with an action or with an observation to be answered."""
 
-    def __init__(self, request: RolloutRequest, context: ContextRule) -> None:
+    __slots__ = (
+        "_request",
+        "discarded_tokens",
+        "graded",
+        "logprobs",
+        "refreshed_key_steps",
+        "refreshed_tokens",
+        "round",
+        "started_seconds",
+        "steps",
+        "tokens",
+        "verified",
+    )
+
+    def __init__(self, request: RolloutRequest) -> None:
         self._request = request
-        self._context = context
         self.started_seconds = clock.now()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -54,10 +66,6 @@ class Draft:
         self.round = 0
         self.refreshed_tokens = 0
         self.refreshed_key_steps = 0
-
-    def context_start(self) -> int:
-        """Where the context of the next observation's action begins."""
-        return 0 if self._context is ContextRule.TRAJECTORY or not self.steps else self.steps[-1].action_end
 
     def step_of(self, token: int) -> int:
         """The step to whose action the token belongs."""

@@ -129,7 +129,8 @@ class Rollout:
         self.user_code = user_code
         self.settings = settings
         self.progress = progress or RolloutProgress()
-        self.draft = Draft(request, settings.context)
+        self.draft = Draft(request)
+        self._markov = settings.context is ContextRule.OBSERVATION
         self.deadline_seconds = self.draft.started_seconds + settings.max_seconds
         self.environment: Environment | None = None
         self.rewind = Rewind.NONE
@@ -256,7 +257,7 @@ class Rollout:
             if len(draft.steps) == self.settings.max_steps:
                 return EndReason.MAX_STEPS
             shown = self._render(following)
-            if len(draft.tokens) - draft.context_start() + len(shown) >= self._token_limit:
+            if len(draft.tokens) - self._context_start() + len(shown) >= self._token_limit:
                 return EndReason.MAX_TOKENS
             action = await self._act(following, shown)
 
@@ -289,7 +290,7 @@ class Rollout:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, text)
         self._chats = chats
         try:
-            first = not tokens or self.settings.context is ContextRule.OBSERVATION
+            first = not tokens or self._markov
             return render_observation(self.tokenizer, observation, first=first, context=tokens, stop_tokens=self.request.sampling.stop_tokens)
         except HeadraceError as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, str(error)) from error
@@ -303,7 +304,7 @@ class Rollout:
         if self.progress.is_cut:  # the user's code may have swallowed the cancellation
             raise TimeoutError
         draft = self.draft
-        context_start = draft.context_start()
+        context_start = self._context_start()
         num_context = len(draft.tokens) - context_start + len(shown)
         if num_context >= self._token_limit:  # of the first prompt: later observations were measured before
             text = f"the prompt has {len(shown)} tokens, with one token of an action more than {self._token_limit} (rollout.max_tokens, or the model's context)"
@@ -320,7 +321,7 @@ class Rollout:
                 key=self.request.key,
                 step=len(draft.steps),
                 seed=self.request.seed,
-                tokens=tuple(draft.tokens[context_start:]),
+                tokens=tuple(draft.tokens[context_start:] if context_start else draft.tokens),
                 sampling=sampling,
                 round=draft.round,
                 keep_distribution=keep_distribution,
@@ -338,7 +339,7 @@ class Rollout:
         index = len(draft.steps) - 1
         assert self.moments is not None
         moment = self.moments[index]
-        context_start = draft.steps[-2].action_end if index and self.settings.context is ContextRule.OBSERVATION else 0
+        context_start = draft.steps[-2].action_end if self._markov and index else 0
         sampling = self._sampling(step.action_start - context_start)
         begun = tuple(draft.tokens[step.action_start :])
         self.progress.step = index
@@ -363,6 +364,10 @@ class Rollout:
             draft.continue_action(completion)
         return self._action(moment.observation, draft.last_action(), sampling)
 
+    def _context_start(self) -> int:
+        """Where the context of the next observation's action begins."""
+        return self.draft.steps[-1].action_end if self._markov and self.draft.steps else 0
+
     def _sampling(self, num_context: int) -> SamplingParameters:
         """With the room that the context leaves."""
         sampling, room_tokens = self.request.sampling, self._token_limit - num_context
@@ -370,7 +375,7 @@ class Rollout:
 
     def _keeps_cache(self, step: int) -> bool:
         """Whether a step may follow whose context continues this one's."""
-        return self.environment is not None and step + 1 < self.settings.max_steps and self.settings.context is ContextRule.TRAJECTORY
+        return self.environment is not None and step + 1 < self.settings.max_steps and not self._markov
 
     def _stop_reason(self, begun: tuple[int, ...], sampling: SamplingParameters) -> StopReason | None:
         """Why an action of these tokens is over; None: it goes on. As the sampler says it of the tokens that it draws."""
