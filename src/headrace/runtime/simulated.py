@@ -20,7 +20,7 @@ from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Apply, Placement, RecordTrajectories, Settings, UpdateMode, Verify
 from headrace.errors import ConfigError, Problem
-from headrace.roles import EventSink
+from headrace.roles import EventSink, TaskSource, TrajectoryRecorder
 from headrace.runtime.run_record import run_record
 from headrace.runtime.simulated_learner import SimulatedLearner
 from headrace.runtime.simulated_worker import SimulatedWorker
@@ -95,16 +95,25 @@ async def _simulate(settings: Settings, model: TimeModel, run_directory: Path | 
         return Simulation(version=conductor.learner.version, seconds=clock.now(), preempted=sum(worker.engine.preempted for worker in workers))
 
 
-def simulated_roles(settings: Settings, model: TimeModel) -> Roles:
+def simulated_roles(settings: Settings, model: TimeModel, *, source: TaskSource | None = None) -> Roles:
     """Made in the loop that they live in."""
     workers = [SimulatedWorker(f"sampler-{index}", settings=settings, model=model) for index in range(settings.run.num_samplers)]
-    return Roles(source=SimulatedTasks(), workers=workers, learner=SimulatedLearner(settings, model), evaluator=None)
+    return Roles(source=source or SimulatedTasks(), workers=workers, learner=SimulatedLearner(settings, model), evaluator=None)
 
 
-def simulated_conductor(settings: Settings, roles: Roles, events: EventSink) -> Conductor:
+def simulated_conductor(settings: Settings, roles: Roles, events: EventSink, *, recorder: TrajectoryRecorder | None = None) -> Conductor:
     """The conductor of every run, without evaluations and checkpoints."""
     sampling = SamplingParameters(max_action_tokens=settings.rollout.max_action_tokens)
-    return Conductor(settings, roles, sampling=sampling, evaluation_sampling=sampling, evaluation_tasks=(), events=events, checkpoint_directory=None)
+    return Conductor(
+        settings,
+        roles,
+        sampling=sampling,
+        evaluation_sampling=sampling,
+        evaluation_tasks=(),
+        events=events,
+        checkpoint_directory=None,
+        recorder=recorder,
+    )
 
 
 def run_started(settings: Settings, model: TimeModel, *, name: str, run_id: str) -> ev.RunStarted:

@@ -54,7 +54,9 @@ class DecodeEngine:
         """Actions that were thrown out because the KV cache was full, cumulative."""
         self._model = model
         self._capacity = math.inf if model.kv_capacity_tokens is None else float(model.kv_capacity_tokens)
-        self._position = self._next_order = self._context = 0
+        self.context_tokens = 0
+        """In the KV cache, of the running sequences."""
+        self._position = self._next_order = 0
         self._ends: list[tuple[int, int, Action]] = []
         self._versions: list[tuple[int, PolicyVersion]] = [(0, self.version)]
         self._since = self._observation_seconds = self._fixed = self._reading = self._gap = 0.0
@@ -84,8 +86,8 @@ class DecodeEngine:
         self._fixed, self._gap = self._model.step_seconds(running), self._model.gap_seconds(running)
         self._reading = self._model.seconds_per_context_token
         steps = self._ends[0][0] - self._position
-        if self._context + running * steps > self._capacity and running > 1:
-            steps = min(steps, max(1, int((self._capacity - self._context) // running)))
+        if self.context_tokens + running * steps > self._capacity and running > 1:
+            steps = min(steps, max(1, int((self._capacity - self.context_tokens) // running)))
         return steps
 
     def time_of(self, steps: int) -> float:
@@ -95,7 +97,7 @@ class DecodeEngine:
     def steps_done(self, now: float) -> int:
         """Whole steps of the stretch by now."""
         elapsed = now - self._since - self._observation_seconds
-        each = self._fixed + self._gap + self._reading * self._context
+        each = self._fixed + self._gap + self._reading * self.context_tokens
         growth = self._reading * self.num_running
         if elapsed < each:
             return 0
@@ -114,14 +116,14 @@ class DecodeEngine:
         """So many steps of the stretch are over; it goes on, a step that has begun included. Returns the actions that ended, in order."""
         if steps <= 0 or not self.num_running:
             return []
-        running, context = self.num_running, self._context
+        running, context = self.num_running, self.context_tokens
         read = steps * context + running * steps * (steps - 1) // 2
         busy = self._observation_seconds + steps * self._fixed + self._reading * read
         self._activity.decoded(running, steps, busy, steps * self._gap, self._observation_tokens, read)
         self._since = self.time_of(steps)
         self._observation_seconds, self._observation_tokens = 0.0, 0
         self._position += steps
-        self._context += running * steps
+        self.context_tokens += running * steps
         self.generated_tokens += running * steps
         ended: list[Action] = []
         while self._ends and self._ends[0][0] <= self._position:
@@ -154,7 +156,7 @@ class DecodeEngine:
     def _seconds(self, steps: int) -> float:
         if not steps:
             return 0.0
-        read = steps * self._context + self.num_running * steps * (steps - 1) / 2
+        read = steps * self.context_tokens + self.num_running * steps * (steps - 1) / 2
         return self._observation_seconds + steps * (self._fixed + self._gap) + self._reading * read
 
     def _admit(self) -> None:
@@ -163,21 +165,21 @@ class DecodeEngine:
         while self.waiting and self.num_running < self.max_running:
             action = self.waiting[0]
             needed = action.context + action.observation_tokens
-            if self.num_running and self._context + needed + self.num_running >= limit:
+            if self.num_running and self.context_tokens + needed + self.num_running >= limit:
                 return
             self.waiting.popleft()
             action.joined, action.end, action.order = self._position, self._position + action.remaining, self._next_order
             self._next_order += 1
             self._observation_seconds += self._model.observation_seconds(action.observation_tokens)
             self._observation_tokens += action.observation_tokens
-            self._context += needed
+            self.context_tokens += needed
             self.num_running += 1
             heapq.heappush(self._ends, (action.end, action.order, action))
 
     def _make_room(self) -> None:
         """While the next step would not fit in the KV cache, the action that came last is thrown out: its cache is computed again when it
         comes back, first of those that wait (as vLLM does)."""
-        while self.num_running > 1 and self._context + self.num_running > self._capacity:
+        while self.num_running > 1 and self.context_tokens + self.num_running > self._capacity:
             last = max(self._ends, key=lambda entry: entry[1])[2]
             self.drop(last)
             last.observation_tokens, last.context, last.joined = last.context, 0, -1
@@ -190,7 +192,7 @@ class DecodeEngine:
         action.remaining -= drawn
         action.context += action.observation_tokens + drawn
         action.observation_tokens = 0
-        self._context -= action.context
+        self.context_tokens -= action.context
         self.num_running -= 1
         end = self._position
         for start, version in reversed(self._versions):
