@@ -145,11 +145,12 @@ class Group:
 
     def _see(self, member: int, finished: FinishedRollout) -> None:
         key = member in self.marked
-        unmarked = [count.version.number for count in finished.summary.versions if count.unmarked and not key]
-        if unmarked:
-            oldest = min(unmarked)
-            self.oldest_unmarked = oldest if self.oldest_unmarked is None else min(oldest, self.oldest_unmarked)
-        self.key_versions |= {count.version.number for count in finished.summary.versions if count.key or (key and count.unmarked)}
+        for count in finished.summary.versions:
+            number = count.version.number
+            if count.unmarked and not key and (self.oldest_unmarked is None or number < self.oldest_unmarked):
+                self.oldest_unmarked = number
+            if (count.key or key) and number not in self.key_versions:
+                self.key_versions |= {number}
 
 
 def lost_rollout(key: RolloutKey, task: Task) -> FinishedRollout:

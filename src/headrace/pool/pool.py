@@ -174,11 +174,15 @@ class ExperiencePool:
         limit = limit_groups if counted >= self._settings.batch_trajectories else self._max_outstanding
         if counted + size > limit * size:
             return False
+        if self._settings.pool.on_expiry is not OnExpiry.WAIT:
+            return True
         return self._chooser.admits(self._waiting(), sampler_version=self._sampler_version.number, next_version=self._next_version(), slots=size)
 
     def _counted_slots(self) -> int:
         """Started and not retired, trajectories."""
         groups = self._groups.values()
+        if self._settings.pool.quorum is None and not any(self._parked.values()):
+            return len(groups) * self._group_size  # whole groups only: the usual case, without looking at each
         if not self._spares_long_ones:
             return sum(group.taken_slots + group.waiting_slots for group in groups)
         parked = frozenset[RolloutKey]().union(*self._parked.values())
@@ -290,7 +294,8 @@ class ExperiencePool:
     def _settle(self, group: Group, end: str) -> bool:
         """After a member came back: the group may be ready now, or leave. True when none of its members is out."""
         complete = not group.in_flight and not group.verifying
-        group.signal = self._has_signal(group)
+        if complete or group.quorum < group.size:
+            group.signal = self._has_signal(group)
         if group.ready and group.completion < 0:
             group.completion = self._next_completion
             self._next_completion += 1

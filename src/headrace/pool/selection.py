@@ -168,9 +168,7 @@ class Chooser:
         return self._feasible(due, version + self.updates_per_batch)
 
     def admits(self, groups: Sequence[Group], *, sampler_version: int, next_version: int, slots: int) -> bool:
-        """Whether one more group of so many slots, sampled from `sampler_version` on, leaves every group a place in time."""
-        if self.on_expiry is not OnExpiry.WAIT:
-            return True
+        """`on_expiry = wait`: whether one more group of so many slots, sampled from `sampler_version` on, leaves every group a place in time."""
         due = [(max(self.deadline(group), next_version), group.waiting_slots) for group in groups]  # what is late still takes a place, now
         return self._feasible([*due, (admission.deadline(sampler_version, self.take_bound), slots)], next_version)
 
