@@ -160,7 +160,7 @@ def sweep_seconds(arm: Case, rest: Sequence[Case]) -> tuple[float, float]:
     points = [(int(each["inputs"]["split"]["train"]), 10**9, 1.0, float(each["outputs"]["train_compute_s"])) for each in rest]
     split = arm["inputs"]["split"]
     learn = fit_over_devices([(ranks, seconds) for ranks, _, _, seconds in points], int(split["train"]))
-    free = [each for each in rest if each["outputs"]["trainer_wait_s"] > 0.05 * each["outputs"]["train_compute_s"]]
+    free = [each for each in rest if each["outputs"]["trainer_wait_s"] > 0.05 * each["outputs"]["train_compute_s"]] or rest
     return learn, fit_over_devices(
         [(int(each["inputs"]["split"]["rollout"]), 1 / each["outputs"]["rollout_groups_per_s"]) for each in free], int(split["rollout"])
     )
@@ -229,7 +229,7 @@ def one_step_off(cases: Sequence[Case]) -> Iterator[Prediction]:
     pairs = []
     for arms in groups_of(cases, lambda case: number(case, "outputs", "generate_sequences_s") is not None and "mode" in case["inputs"]):
         sync = [arm for arm in arms if "sync colocated" in arm["inputs"]["mode"]]
-        overlap = [arm for arm in arms if "one-step-off" in arm["inputs"]["mode"]]
+        overlap = [arm for arm in arms if "one-step-off" in arm["inputs"]["mode"] and states(arm, "inputs.split.train inputs.split.rollout")]
         pairs += [(a, b) for a in sync[:1] for b in overlap[:1]]
     for sync, arm in pairs:
         for other_sync, other in [pair for pair in pairs if pair[1]["id"] != arm["id"]][:1]:
@@ -265,6 +265,12 @@ class Interval:
         return cls(step_a - exposed / a, exposed)
 
 
+def in_intervals(arms: Sequence[Case]) -> list[Case]:
+    """The synchronous ones, shortest interval first."""
+    sync = [arm for arm in arms if arm["inputs"]["mode"] == "synchronous" and number(arm, "inputs", "sync_interval")]
+    return sorted(sync, key=lambda arm: int(arm["inputs"]["sync_interval"]))
+
+
 def step_of(case: Case) -> float:
     return 60.0 * float(case["outputs"]["total_minutes"]) / float(case["inputs"]["steps"])
 
@@ -280,7 +286,7 @@ def intervals(cases: Sequence[Case]) -> Iterator[Prediction]:
 
     families = list(groups_of(cases, accepts))
     for arms in families:
-        sync = sorted((arm for arm in arms if arm["inputs"]["mode"] == "synchronous"), key=lambda arm: int(arm["inputs"]["sync_interval"]))
+        sync = in_intervals(arms)
         if len(sync) < 2:
             continue
         for arm in sync if len(sync) > 2 else ():
@@ -298,7 +304,7 @@ def barriers(arms: Sequence[Case], sync: Sequence[Case], found: Interval, famili
     """One step off waits for a barrier each step, as long as in the other model's arm; fully async writes its weights each step."""
     one_off = [arm for arm in arms if "one-step off" in arm["inputs"]["mode"]]
     for family in families[:1]:
-        theirs = sorted((arm for arm in family if arm["inputs"]["mode"] == "synchronous"), key=lambda arm: int(arm["inputs"]["sync_interval"]))[:2]
+        theirs = in_intervals(family)[:2]
         their_one = [arm for arm in family if "one-step off" in arm["inputs"]["mode"]]
         if len(theirs) < 2 or not their_one:
             continue
@@ -361,7 +367,9 @@ def larger_sync_arm(arm: Case, sync: Sequence[Case], asynchronous: Sequence[Case
     shape = shape_of(str(arm["inputs"]["model"]))
     for rest in smaller[:1]:
         matching = [each for each in pair if each["inputs"]["split"]["rollout"] == rest["inputs"]["n_gpus"]]
-        if not matching or shape is None or arm["inputs"]["gen_tp_pp"] != rest["inputs"]["gen_tp_pp"]:
+        if not states(arm, "inputs.gen_tp_pp' inputs.gpu_type'") or arm["inputs"]["gpu_type"] not in DEVICES:
+            continue
+        if not matching or shape is None or arm["inputs"]["gen_tp_pp"] != rest["inputs"].get("gen_tp_pp"):
             continue
         generate = min(matching[0]["outputs"]["step_time_s"], rest["outputs"]["step_time_s"])
         parallel = json.loads(arm["inputs"]["gen_tp_pp"])[0]
@@ -402,13 +410,13 @@ def total_hours(cases: Sequence[Case]) -> Iterator[Prediction]:
                 continue
             share = statistics.fmean(each["outputs"]["total_hours"]["areal_async"] / each["outputs"]["total_hours"]["sync_areal"] for each in rest)
             hours = arm["outputs"]["total_hours"]
-            how = "slower side / sum of both, as with other models; its own synchronous hours are an input"
+            how = "slower side / sum of both, as with other models; from its own synchronous hours, so a check"
             yield Prediction(
                 id=arm["id"],
                 output="async_total_hours",
                 predicted=share * hours["sync_areal"],
                 published=hours["areal_async"],
-                calibrated_from=ids(rest),
+                calibrated_from=ids(arms),
                 how=how,
             )
 
@@ -575,7 +583,45 @@ def talk_speedup(batch: int, group_size: int, *, devices: int = 8, max_staleness
 
 # all of it ----------------------------------------------------------------------------------------------------------------
 
-FAMILIES = (split_sweeps, token_rates, device_scaling, one_step_off, intervals, releases, total_hours, staleness, decode_curves, pipeline_case, talk)
+# with what a case must state to be used; of several lines one is enough. A key is a number, with ' a text, with [ a list, with { a mapping
+FAMILIES: dict[Callable[[Sequence[Case]], Iterator[Prediction]], tuple[str, ...]] = {
+    split_sweeps: (
+        "inputs.batch_groups inputs.concurrency_groups inputs.queue_cap_groups inputs.max_staleness_updates inputs.split.train inputs.split.rollout "
+        "outputs.train_compute_s outputs.trainer_wait_s outputs.rollout_groups_per_s",
+        "inputs.batch_groups inputs.gpus_per_node outputs.predicted_updates_per_h{",
+    ),
+    token_rates: (
+        "inputs.batch_samples inputs.response_length_mean inputs.n_gpus outputs.gen_tokens_per_s_per_gpu outputs.gen_time_s outputs.prev_logprob_s "
+        "outputs.train_time_s outputs.step_time_s",
+    ),
+    device_scaling: ("inputs.n_gpus inputs.mode' outputs.step_time_s outputs.train_time_s",),
+    one_step_off: (
+        "inputs.n_gpus inputs.mode' inputs.response_length_max outputs.generate_sequences_s outputs.old_log_prob_s outputs.train_time_s outputs.step_time_s",
+    ),
+    intervals: ("inputs.mode' inputs.model' inputs.steps outputs.total_minutes",),
+    releases: (
+        "inputs.max_trajectory_age_steps inputs.n_gpus inputs.sequence_length_mean inputs.batch_samples inputs.model' inputs.split' outputs.step_time_s",
+        "inputs.max_trajectory_age_steps inputs.n_gpus inputs.sequence_length_mean inputs.batch_samples inputs.model' inputs.split.train inputs.split.rollout "
+        "outputs.step_time_s",
+    ),
+    total_hours: ("outputs.total_hours.sync_areal outputs.total_hours.areal_async",),
+    staleness: (
+        "inputs.concurrency_samples_C inputs.batch_samples_B inputs.rho_rollout_over_trainer_rate inputs.tailness_M inputs.queue_capacity_batches_q "
+        "outputs.mean_staleness_measured",
+        "inputs.concurrency_samples_C inputs.batch_samples_B inputs.rho' inputs.queue_capacity_batches[ outputs.mean_staleness[",
+        "inputs.batch_groups inputs.samples_per_prompt inputs.concurrency inputs.max_staleness_updates outputs.staleness_total_mean",
+    ),
+    decode_curves: (
+        "inputs.gpu_type' inputs.model' inputs.n_gpus inputs.input_tokens inputs.output_tokens inputs.kv_cache_gib_per_gpu outputs.columns[ outputs.rows[",
+        "inputs.gpu_type' inputs.model' inputs.running_requests[ outputs.tokens_per_s[",
+        "inputs.gpu_type' outputs.tokens_per_s{",
+    ),
+    pipeline_case: (
+        "inputs.n_gpus inputs.pipeline.I inputs.pipeline.H inputs.pipeline.max_lag_steps inputs.batch_samples outputs.pipeline_r_gen outputs.pipeline_r_train "
+        "outputs.conventional_r_gen outputs.speedup",
+    ),
+    talk: ("inputs.batch_samples inputs.samples_per_prompt outputs.last_1_percent_extra_s'", "outputs.speedup_vs_sync'"),
+}
 _REASONS = {
     "weight_sync": "weight transfer differs by 1,000 times between engines for like models; profiles measure it",
     "train_throughput": "a training rate alone, of pre-training or one engine: an input of profiles (the efficiencies in planner/roofline.py), no run",
@@ -583,8 +629,30 @@ _REASONS = {
 }
 
 
+_KINDS: dict[str, tuple[type, ...]] = {"'": (str,), "[": (list,), "{": (dict,)}
+
+
+def states(case: Case, keys: str) -> bool:
+    """Whether the case has all of them."""
+    for key in keys.split():
+        path = tuple(key.rstrip("'[{").split("."))
+        if key[-1] not in _KINDS:
+            if number(case, *path) is None:
+                return False
+            continue
+        value: Any = case
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if not isinstance(value, _KINDS[key[-1]]):
+            return False
+    return True
+
+
 def predict(cases: Sequence[Case]) -> list[Prediction]:
-    return [prediction for family in FAMILIES for prediction in family(cases)]
+    made = []
+    for family, needs in FAMILIES.items():
+        made += family([case for case in cases if "kind" in case and any(states(case, keys) for keys in needs)])
+    return made
 
 
 def unpredicted(cases: Sequence[Case], predictions: Sequence[Prediction]) -> dict[str, str]:
