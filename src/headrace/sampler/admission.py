@@ -53,7 +53,7 @@ class Admission:
         if not waiting:
             return
         limit = self._lengths.limit_tokens
-        if limit < math.inf and any(row.num_tokens > limit for row in chain(running, waiting)):
+        if limit < math.inf and any(len(row.tokens) + row.tokens_before > limit for row in chain(running, waiting)):
             self._share(running, waiting, limit, draining=draining)
         elif len(running) < self._max_running:
             self._fill(running, waiting, draining=draining)
@@ -61,9 +61,10 @@ class Admission:
     def _fill(self, running: list[Row], waiting: deque[Row], *, draining: bool) -> None:
         passed: list[Row] = []
         no_slot_left = False
+        anyone = not draining and not self._gate.draining
         while waiting and len(running) < self._max_running:
             row = waiting.popleft()
-            if not self.may_run(row, draining=draining):
+            if not anyone and not self.may_run(row, draining=draining):
                 passed.append(row)
             elif (no_slot_left and row.slot < 0) or not self._find_slot(row):
                 no_slot_left = True
@@ -100,11 +101,14 @@ class Admission:
 
     def _start(self, row: Row, running: list[Row]) -> None:
         row.parked = False
-        self._gate.begin(row.request.key)
+        if self._gate.counts_rollouts:
+            self._gate.begin(row.request.key)
         running.append(row)
 
     def _find_slot(self, row: Row) -> bool:
-        if row.slot < 0:
+        if row.slot >= 0:
+            return True
+        if row.parked:
             self._slots.resume(row)
         if row.slot < 0:
             slot = self._slots.take()

@@ -19,6 +19,8 @@ class ApplyGate:
 
     def __init__(self, apply: Apply, *, max_delay_seconds: float) -> None:
         self.apply = apply
+        self.counts_rollouts = apply is Apply.ROLLOUT_START
+        """Whether `begin` has to be told."""
         self.num_applied = 0
         self.delay_seconds = 0.0
         """Sum over the updates taken up of the time since each (or the first of those it replaced) was seen."""
@@ -34,11 +36,11 @@ class ApplyGate:
     @property
     def draining(self) -> bool:
         """New rollouts wait for an update that waits for those in flight."""
-        return self.apply is Apply.ROLLOUT_START and self.pending
+        return self.counts_rollouts and self._first_seen is not None
 
     @property
     def num_in_flight(self) -> int:
-        """Rollouts that have begun, under rollout_start."""
+        """Rollouts that have begun; counted under rollout_start."""
         return len(self._begun)
 
     def allows(self, *, now: float, at_rest: bool, key_step_due: bool) -> bool:
@@ -70,7 +72,7 @@ class ApplyGate:
 
     def begin(self, key: RolloutKey) -> None:
         """A request of the rollout is served."""
-        if self.apply is Apply.ROLLOUT_START:
+        if self.counts_rollouts:
             self._begun.add(key)
 
     def released(self, key: RolloutKey) -> None:

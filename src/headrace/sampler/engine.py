@@ -246,6 +246,8 @@ class Engine:
             self._keep_distributions(rows, draws.logprobs_RV)
         if self._measures_entropy:
             for row, entropy in zip(rows, entropies(draws.logprobs_RV), strict=True):
+                if row.entropies is None:
+                    row.entropies = []
                 row.entropies.append(entropy)
         version = self.version
         ended = False

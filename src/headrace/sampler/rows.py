@@ -50,14 +50,15 @@ class Row:
         self.begun = request.drawn_tokens
         """Tokens of the action that the context holds already."""
         self.most_tokens = request.sampling.max_action_tokens - self.begun
-        self.keeps_distribution = is_kept(request)
+        self.keeps_distribution = request.keep_distribution and is_kept(request)
         self.order = 0
         """Rows that came earlier have smaller numbers."""
         self.tokens_before = 0
         """Of the rollout's trajectory, left out of the context."""
         self.parked = False
         """Long, and waits so that short work can run."""
-        self.entropies: list[float] = []
+        self.entropies: list[float] | None = None
+        """Of the drawn tokens' distributions, nats; None while none was measured."""
         self.cached = 0
         self.slot = -1
         self.logprobs: list[float] = []
@@ -85,7 +86,7 @@ class Row:
         del self.tokens[self.num_context :]
         self.logprobs.clear()
         self.spans.clear()
-        self.entropies.clear()
+        self.entropies = None
 
     def completion(self, reason: StopReason) -> Completion:
         ends = [start for _, start in self.spans[1:]]
@@ -96,7 +97,7 @@ class Row:
             version_spans=tuple([VersionSpan(version=version, start=start, end=end) for (version, start), end in zip(self.spans, ends, strict=True)]),
             stop_reason=reason,
             discarded_tokens=self.discarded,
-            entropies=tuple(self.entropies) if self.entropies else None,
+            entropies=None if self.entropies is None else tuple(self.entropies),
         )
 
 
