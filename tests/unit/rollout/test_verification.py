@@ -264,6 +264,38 @@ def test_a_rollout_can_be_cut_again_in_its_next_round_also_behind_its_first_cut(
     run_virtual(main())
 
 
+def test_what_an_earlier_round_said_of_cut_tokens_is_gone_with_them() -> None:
+    async def main() -> None:
+        sampler = ScriptedSampler(action_tokens=lambda request: 2, reject=lambda request: request.checked[1][1] + 1 if request.round == 2 else None)
+        async with running(worker_with(sampler)) as worker:
+            await worker.start([rollout_request(task=scripted_task("t", answers=4))])
+            await finished(worker)
+            for number in (1, 2):
+                await worker.announce(sampler.weights.publish(number))
+                await asyncio.sleep(1.0)
+                await worker.verify([KEY])
+                (trajectory,) = await finished(worker)
+            cut = trajectory.steps[1].action_end - 1
+            assert trajectory.round == 2
+            assert {(span.version.number, span.end <= cut) for span in trajectory.verified_spans} == {(2, True)}
+            assert len(trajectory.verified_logprobs) == 3
+
+    run_virtual(main())
+
+
+def test_a_reward_that_fails_after_the_cut_leaves_nothing_of_the_old_one() -> None:
+    calls: list[str] = []
+
+    def reward(task: Task, answer: str) -> float:
+        calls.append(answer)
+        if len(calls) > 1:
+            raise RuntimeError("no second time")
+        return 5.0
+
+    first, second = verified_once(Task(id="one", data={"prompt": "what?"}), ScriptedSampler(reject=token_of(0)), code=one_step_user_code(reward))
+    assert (first.reward, second.reward, second.end_reason) == (5.0, 0.0, EndReason.REWARD_ERROR)
+
+
 def test_a_refreshed_rollout_has_the_time_and_the_steps_that_were_left_to_it_and_not_the_ones_in_the_pool() -> None:
     """Each step waits 10 s of 32; the cut in step 1 leaves 22 s, for two more answers."""
 
