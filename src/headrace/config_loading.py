@@ -127,6 +127,20 @@ def load_settings(recipe: str | Path, overrides: Sequence[str] = (), *, plan: tu
     return ResolvedSettings(settings=settings, origins=every, recipe=path, task_module=module)
 
 
+def make_settings(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, file: str) -> Settings:
+    """Settings (section -> key -> value) that no recipe file holds, with overrides on top. `file`: where people would look for the tree.
+
+    Raises ConfigError with every problem found.
+    """
+    values: dict[str, Any] = {section: dict(keys) for section, keys in tree.items()}
+    origins = dict.fromkeys(_leaves(values), file)
+    problems = _put_overrides(values, overrides, origins)
+    settings, found = _validate(values, origins, file)
+    if problems or found:
+        raise ConfigError([*problems, *found])
+    return settings
+
+
 @cache
 def fields() -> tuple[tuple[str, FieldInfo, dict[str, Any]], ...]:
     """(dotted key, field, JSON schema) of every setting, in the order of config.py. Sections themselves are left out."""
