@@ -137,14 +137,12 @@ class Search:
         return with_tensor_parallel(self.profile, tensor_parallel)
 
     @lru_cache(maxsize=8)  # noqa: B019
-    def slots(self, tensor_parallel: int) -> tuple[int, ...]:
-        """Ascending; the last is what memory holds, or what measurements reach."""
+    def most_slots(self, tensor_parallel: int) -> int:
+        """What memory holds, or what measurements reach."""
         engine = self.engine(tensor_parallel)
         measured = max(point.running for point in engine.decode.points)
         most = min(_MOST_SLOTS, max(engine.decode.saturation.running, int(measured * (1 if engine.estimated else _BEYOND_MEASURED))))
-        most = max(1, int(usable_slots(engine_work(engine, most), mean_context(engine))))
-        ladder = {2**power for power in range(11) if 2**power < most} | {most, min(most, engine.decode.saturation.running)}
-        return tuple(sorted(ladder))
+        return max(1, int(usable_slots(engine_work(engine, most), mean_context(engine))))
 
     def bounds(self) -> list[int]:
         """Staleness bounds of asynchronous plans, ascending; 0 is the synchronous order."""
@@ -180,7 +178,7 @@ class Search:
         """So many engines sample, the rest learns, with as many slots and as much staleness as may be."""
         ranks = self._ranks(batch)[self.request.num_gpus - engines * parallel]
         bound = self.request.max_staleness if mode == "async" else 0
-        setup = self._setup(mode=mode, engines=engines, ranks=ranks, slots=self.slots(parallel)[-1], batch=batch, bound=bound)
+        setup = self._setup(mode=mode, engines=engines, ranks=ranks, slots=self.most_slots(parallel), batch=batch, bound=bound)
         return self.candidate(parallel, setup)
 
     def most_engines(self, parallel: int) -> int:
@@ -205,7 +203,7 @@ class Search:
     def synchronous(self, parallel: int, batch: int) -> list[Candidate]:
         """All devices in turn, and the best split."""
         found = []
-        total, slots = self.request.num_gpus, self.slots(parallel)[-1]
+        total, slots = self.request.num_gpus, self.most_slots(parallel)
         if total >= max(parallel, self.least_learner_devices):
             setup = self._setup(mode="sync", engines=total // parallel, ranks=total, slots=slots, batch=batch, bound=0, colocated=True)
             found.append(self.candidate(parallel, setup))
@@ -270,7 +268,8 @@ class Search:
         parallel, setup = candidate.tensor_parallel, candidate.setup
         if setup.mode == "async" and (gained := self._with_quorum(candidate)) is not None:
             candidate, setup, least = gained, gained.setup, (1 - TIE) * gained.rate
-        slots = _least(self.slots(parallel), lambda slots: self.candidate(parallel, replace(setup, slots_per_sampler=slots)).rate >= least)
+        # few enough that samplers that outrun the learner do not fill the pool with what only grows old
+        slots = _first(1, setup.slots_per_sampler, lambda slots: self.candidate(parallel, replace(setup, slots_per_sampler=slots)).rate >= least)
         setup = replace(setup, slots_per_sampler=slots)
         if setup.mode == "async":
             # a bound that rollouts outgrow while they are written would leave their tokens out of the loss
