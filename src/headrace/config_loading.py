@@ -134,7 +134,7 @@ def make_settings(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str
     """
     values: dict[str, Any] = {section: dict(keys) for section, keys in tree.items()}
     origins = dict.fromkeys(_leaves(values), file)
-    problems = _put_overrides(values, overrides, origins)
+    problems = _put_overrides(values, overrides, origins, COMMAND_LINE)
     settings, found = _validate(values, origins, file)
     if problems or found:
         raise ConfigError([*problems, *found])
