@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -42,7 +42,7 @@ class Request:
     """Of the first batch size; with other batches as many as train on as many trajectories."""
     price_per_gpu_hour: Amount | None = None
     deadline_hours: Positive | None = None
-    what_if: Mapping[str, Positive] = Field(default_factory=dict)
+    what_if: Mapping[str, Positive] = field(default_factory=dict)
     """Input -> factor on it, already in the profile beside."""
 
     @property
