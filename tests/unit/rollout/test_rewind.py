@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from fakes.rollouts import CharacterTokenizer, ScriptedSampler, rollout_request
 from headrace.config import Settings
 from headrace.errors import RecipeError
 from headrace.recipe import RecipeCode
 from headrace.rollout.rewind import Rewind, restore, rewind_of, take_snapshot
 from headrace.rollout.user_call import UserCallError
 from headrace.rollout.user_code import RecipeUserCode
-from headrace.types import Action, Observation, RolloutKey, StopReason, Task
+from headrace.rollout.worker import RolloutWorkerCore
+from headrace.types import Action, EndReason, Observation, RolloutKey, StopReason, Task, Trajectory
 
 RECIPE = """
 import copy, time
@@ -147,3 +149,37 @@ def test_verification_of_an_environment_that_cannot_go_back_is_refused_at_the_st
         RecipeUserCode(recipe, settings_for("Plain"))
     assert "snapshot() and restore(snapshot), or `replayable = True`" in str(caught.value.remedy)
     RecipeUserCode(recipe, settings_for("Plain", verify="off"))
+
+
+@pytest.mark.parametrize("name", ["Snapshots", "Replayable"])
+def test_a_verified_rollout_goes_on_in_its_process(recipe: RecipeCode, name: str) -> None:
+    """What it shows after the cut follows from the answers that stand and the new ones, and from no other."""
+
+    async def main() -> None:
+        sampler = ScriptedSampler(seconds_per_token=0.001, action_tokens=lambda request: 2, reject=lambda request: request.checked[2][1])
+        settings = settings_for(name).model_copy(update={"rollout": settings_for(name).rollout.model_copy(update={"max_steps": 4})})
+        worker = RolloutWorkerCore("worker-0", sampler=sampler, code=recipe, tokenizer=CharacterTokenizer(), settings=settings)
+
+        async def finished() -> Trajectory:
+            while not (found := (await worker.next_report()).finished):
+                pass
+            return Trajectory.from_bytes(found[0].payload)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(worker.run())
+            await worker.start([rollout_request(task=TASK)])
+            first = await finished()
+            await worker.verify([first.key])
+            second = await finished()
+            await worker.stop()
+        assert (second.round, second.end_reason, len(second.steps)) == (1, EndReason.MAX_STEPS, 4)
+        said = [text_of(second.tokens[step.action_start : step.action_end]) for step in second.steps]
+        assert said[:2] == [text_of(first.tokens[step.action_start : step.action_end]) for step in first.steps[:2]]
+        assert text_of(second.tokens).startswith(f"go{said[0]}{said[0]}{said[1]}{said[0]},{said[1]}{said[2]}{said[0]},{said[1]},{said[2]}{said[3]}")
+        assert text_of(first.tokens) != text_of(second.tokens)
+
+    asyncio.run(main())
+
+
+def text_of(tokens: tuple[int, ...]) -> str:
+    return CharacterTokenizer().decode(tokens, skip_special_tokens=True)

@@ -264,6 +264,24 @@ def test_a_rollout_can_be_cut_again_in_its_next_round_also_behind_its_first_cut(
     run_virtual(main())
 
 
+def test_a_mark_that_the_old_action_earned_is_not_the_new_ones_and_kept_steps_keep_theirs() -> None:
+    task = scripted_task("t", answers=4, key_steps=[0])
+    plain, _ = verified_once(task, ScriptedSampler(action_tokens=lambda request: 3))
+    earned = [plain.tokens[step.action_start : step.action_end - 1] for step in plain.steps[:3]]
+    rules = [f"action:^{''.join(map(chr, text))}$" for text in earned[1:]]
+    first, second = verified_once(task, ScriptedSampler(action_tokens=lambda request: 3, reject=token_of(2)), marks={"rules": rules})
+    assert [step.key_weight for step in first.steps] == [1.0, 1.0, 1.0, 0.0]
+    assert [step.key_weight for step in second.steps] == [1.0, 1.0, 0.0, 0.0]
+    assert second.refreshed_key_steps == 1
+
+
+def test_entropy_marks_see_whole_actions_also_where_a_token_was_redrawn() -> None:
+    sampler = ScriptedSampler(action_tokens=lambda request: 4, reject=token_of(1, 2), entropy=lambda request, position: float(request.step == 1))
+    _, second = verified_once(scripted_task("t", answers=8), sampler, marks={"entropy_fraction": 0.2})
+    assert second.end_reason is EndReason.DONE
+    assert [step.key_weight for step in second.steps] == [0.0, 1.0, *[0.0] * 6]
+
+
 def test_what_an_earlier_round_said_of_cut_tokens_is_gone_with_them() -> None:
     async def main() -> None:
         sampler = ScriptedSampler(action_tokens=lambda request: 2, reject=lambda request: request.checked[1][1] + 1 if request.round == 2 else None)
