@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="print one frame and end (so does --json, and output that is no terminal)")
     _add_profile_arguments(command("profile", "measure what the parts of a run take, for headrace plan"))
     _add_plan_arguments(command("plan", "find how many devices should sample and how many learn, when it is done, what it costs"))
+    _add_simulate_arguments(command("simulate", "play a plan, or a profile with settings, and write a run directory that watch and report read"))
     _add_trajectories_arguments(command("trajectories", "browse and export what a run sampled"))
 
     _add_mark_arguments(command("mark", "show which recorded steps a rule would mark as key, before a run is spent on it"))
@@ -149,6 +150,16 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--no-simulation", action="store_true", help="closed forms only: at once, not checked")
 
 
+def _add_simulate_arguments(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("plan", metavar="PLAN", help="what headrace plan wrote, or a profile: then the setup of the run that was profiled")
+    simulate.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP.replace("recipe", "plan"))
+    simulate.add_argument("--rank", metavar="R", type=_count, help="which of the plans (default: 1, the best)")
+    simulate.add_argument("--run-dir", metavar="DIRECTORY", help="where everything goes (default: runs/simulated-NAME-TIME)")
+    simulate.add_argument("--seed", metavar="N", type=_count_from_0, help="of lengths and waits (default: 0)")
+    simulate.add_argument("--updates", metavar="U", type=_count, help="updates to make (default: the plan's)")
+    simulate.add_argument("--failures", metavar="SHARE", type=_share, default=0.0, help="of the rollouts that fail and are tried again (default: 0)")
+
+
 def _add_trajectories_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("--task", metavar="ID", help="only of this task")
@@ -181,6 +192,13 @@ def _count_from_0(given: str) -> int:
     number = int(given)
     if number < 0:
         raise argparse.ArgumentTypeError("must be at least 0")
+    return number
+
+
+def _share(given: str) -> float:
+    number = float(given)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
     return number
 
 
