@@ -86,6 +86,24 @@ def test_doors_are_key_steps_and_corridors_are_not() -> None:
     assert [observation.key for observation in observations] == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_a_walk_goes_on_from_any_of_its_snapshots_also_past_a_mistake() -> None:
+    async def main() -> None:
+        made = environment()
+        await made.reset(walk_task(".3.4"))
+        snapshots = [made.snapshot()]
+        for answer in "FAFC":  # the first door is answered wrong
+            _, reward, done = await made.step(Action(text=answer, tokens=(), stop_reason=StopReason.MAX_TOKENS))
+            snapshots.append(made.snapshot())
+        assert (reward, done) == (0.0, True)
+        for position, answers, expected in ((1, "DFC", 1.0), (2, "FC", 0.0), (0, "FDFC", 1.0)):
+            made.restore(snapshots[position])
+            for answer in answers:
+                _, reward, done = await made.step(Action(text=answer, tokens=(), stop_reason=StopReason.MAX_TOKENS))
+            assert (reward, done) == (expected, True)
+
+    asyncio.run(main())
+
+
 async def _durations(tool_seconds: float, tool_sigma: float, names: Sequence[str], signs: str = "....1") -> list[float]:
     durations = []
     for name in names:
