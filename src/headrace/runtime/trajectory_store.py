@@ -90,6 +90,7 @@ class TrajectoryStore:
         key = rollout.summary.key
         if self._thread is None or not self._is_recorded(key.group_id):
             return
+        self._pool.pop(key, None)  # a verified rollout comes again, and may fail then
         if not rollout.summary.failed:
             self._pool[key] = rollout.payload
         elif self._record is RecordTrajectories.ALL:  # each failed attempt, tried again or not
