@@ -144,6 +144,7 @@ class TransformersSampler:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None and future.result().rejected is not None:
                 self._engine.lose(request.key, 1)  # it came too late for whoever was cancelled
+            self._engine.verifier.drop(request.key)
             raise
 
     def can_verify(self, key: RolloutKey) -> bool:

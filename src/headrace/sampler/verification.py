@@ -29,7 +29,7 @@ from headrace.sampler.distributions import DistributionStore
 from headrace.sampler.kv_cache import SlotCache
 from headrace.sampler.model import ServedModel
 from headrace.sampler.sampling import stream_key, uniforms
-from headrace.types import PolicyVersion, VerifyRequest, VerifyResult, VersionSpan
+from headrace.types import PolicyVersion, RolloutKey, VerifyRequest, VerifyResult, VersionSpan
 
 DRAW, ACCEPT, REDRAW = 0, 1, 2
 """Purposes of random streams: after a verification they are named by its round and one of these."""
@@ -38,7 +38,7 @@ _MOST_LOGITS = 2**24
 _LEAST_TOKENS = 128
 _TOKENS_A_ROW = 4
 """Beside a decode step: a token of a prefill costs a fraction of one of a decode step, so many a row make the step about twice as long."""
-_MOST_SLOTS = 16
+_MOST_SLOTS = 64
 _CACHE_SHARE = 8
 """The scratch cache takes at most 1/8 of what kv_memory_bytes pays for, and at least one slot."""
 
@@ -79,7 +79,6 @@ class _Job:
     segments: deque[_Segment]
     accepted: list[VersionSpan] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    begun: bool = False
 
 
 @dataclass(slots=True)
@@ -110,7 +109,9 @@ class Verifier:
         self._num_slots = min(_MOST_SLOTS, max(1, kv_memory_bytes // _CACHE_SHARE // model.slot_bytes))
         self._cache: SlotCache | None = None
         self._free = list(range(self._num_slots))
-        self._jobs: deque[_Job] = deque()
+        self._jobs: dict[RolloutKey, _Job] = {}
+        self._begun: dict[RolloutKey, _Job] = {}
+        """Those of which something is computed, first come first."""
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +119,7 @@ class Verifier:
 
     @property
     def half_done(self) -> bool:
-        return any(job.begun for job in self._jobs)
+        return bool(self._begun)
 
     def add(self, request: VerifyRequest, future: asyncio.Future[VerifyResult]) -> None:
         """Raises HeadraceError for a request that cannot be served."""
@@ -128,11 +129,18 @@ class Verifier:
         for index, start in enumerate(starts):
             checked = list(request.checked) if not request.context_starts else [request.checked[index]]
             segments.append(_Segment(first=start, tokens=list(request.tokens[start : checked[-1][2] - 1]), checked=checked))
-        self._jobs.append(_Job(request, future, segments))
+        self._jobs[request.key] = _Job(request, future, segments)
+
+    def drop(self, key: RolloutKey) -> None:
+        """Nobody waits for the answer any more. A rollout that is half judged is given up: some of its distributions are the new ones."""
+        job = self._jobs.get(key)
+        if job is not None:
+            if key in self._begun:
+                self._store.give_up(key)
+            self._remove(job)
 
     def step(self, version: PolicyVersion, budget: int) -> int:
         """Computes up to `budget` tokens of the queue. Gives the number of rollouts served."""
-        self._drop_cancelled()
         parts = self._choose(min(budget, max(1, _MOST_LOGITS // self._model.vocabulary_size)))
         if not parts:
             return 0
@@ -165,22 +173,21 @@ class Verifier:
                 self._end_segment(job, segment)
             if not job.segments and not job.future.done():
                 self._finish(job, VerifyResult(version=version, accepted=tuple(job.accepted), logprobs=tuple(job.logprobs)))
-        self._jobs = deque(job for job in self._jobs if not job.future.done())
         return len({id(job) for job, _, _ in parts})
 
     def fail_all(self, error: BaseException) -> None:
         """The sampler ends."""
-        for job in self._jobs:
+        for job in list(self._jobs.values()):
+            self._remove(job)
             if not job.future.done():
                 job.future.set_exception(error) if isinstance(error, Exception) else job.future.cancel()
-        self._jobs.clear()
 
     def _check(self, request: VerifyRequest) -> None:
         key = request.key
         who = f"Group {key.group_id} member {key.member}"
         if not self._store.can_verify(key):
             raise HeadraceError(f"{who}: its distributions were not kept, so it cannot be verified.", remedy="Raise sampler.verify_memory_bytes.")
-        if any(job.request.key == key for job in self._jobs):
+        if key in self._jobs:
             raise HeadraceError(f"{who} is being verified already.")
         sampling = request.sampling
         if not sampling.temperature > 0 or sampling.top_k or sampling.top_p < 1 or not request.lenience >= 1:
@@ -199,9 +206,7 @@ class Verifier:
     def _choose(self, budget: int) -> list[tuple[_Job, _Segment, int]]:
         """First come, first served: whole segments, and the beginning of one that the budget cuts."""
         parts: list[tuple[_Job, _Segment, int]] = []
-        for job in self._jobs:
-            if self.closing and not job.begun:
-                continue
+        for job in list(self._begun.values()) if self.closing else self._jobs.values():
             for segment in job.segments:
                 if budget <= 0 or (segment.slot < 0 and not self._free):
                     return parts
@@ -209,7 +214,7 @@ class Verifier:
                     segment.slot = self._free.pop()
                 count = min(budget, len(segment.tokens) - segment.done)
                 budget -= count
-                job.begun = True
+                self._begun[job.request.key] = job
                 parts.append((job, segment, count))
         return parts
 
@@ -263,30 +268,24 @@ class Verifier:
 
     def _finish(self, job: _Job, result: VerifyResult) -> None:
         self.num_verified += 1
-        self._free_slots(job)
+        self._remove(job)
         job.future.set_result(result)
 
     def _fail(self, job: _Job, why: str) -> None:
         """Some of its distributions may be the new ones already, for tokens that nobody will hear are verified."""
         key = job.request.key
         self._store.give_up(key)
-        self._free_slots(job)
+        self._remove(job)
         job.future.set_exception(HeadraceError(f"Group {key.group_id} member {key.member}: {why}; it cannot be verified."))
-
-    def _drop_cancelled(self) -> None:
-        for job in self._jobs:
-            if job.future.done():
-                if job.begun:
-                    self._store.give_up(job.request.key)
-                self._free_slots(job)
-        self._jobs = deque(job for job in self._jobs if not job.future.done())
 
     def _end_segment(self, job: _Job, segment: _Segment) -> None:
         if segment in job.segments:
             job.segments.remove(segment)
             self._free.append(segment.slot)
 
-    def _free_slots(self, job: _Job) -> None:
+    def _remove(self, job: _Job) -> None:
+        del self._jobs[job.request.key]
+        self._begun.pop(job.request.key, None)
         self._free.extend(segment.slot for segment in job.segments if segment.slot >= 0)
         job.segments.clear()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from headrace.config import Apply, UpdateMode
 from headrace.errors import HeadraceError
 from headrace.sampler.transformers_sampler import TransformersSampler
 from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest, SamplingParameters, VerifyRequest, VerifyResult
+
+T = TypeVar("T")
 
 OLD, NEW = PolicyVersion(0, 1), PolicyVersion(0, 2)
 PROMPT = (1, 2, 3)
@@ -185,6 +188,7 @@ def test_decoding_goes_on_beside_a_long_queue_of_verifications() -> None:
             sampler.release(RolloutKey(group, 0, 0))
         async with asyncio.TaskGroup() as group:
             drawing = group.create_task(sampler.sample(request([1, 2], group=500, max_action_tokens=20)))
+            group.create_task(sampler.sample(request([1, 2], group=501, max_action_tokens=40)))
             checks = [
                 group.create_task(sampler.verify(verify_request((*PROMPT, *rollout.tokens), (0, 3, 63), group=number)))
                 for number, rollout in enumerate(rollouts)
@@ -285,10 +289,16 @@ def test_verified_rollouts_of_a_model_are_distributed_as_fresh_ones() -> None:
     sampler = updated_sampler(weights, max_running=256, kv_memory_bytes=2**28, verify_memory_bytes=2**28)
     number = 50_000
 
+    async def in_portions(work: Callable[[int], Awaitable[T]]) -> list[T]:
+        return [each for first in range(0, number, 1000) for each in await asyncio.gather(*map(work, range(first, first + 1000)))]
+
     async def main() -> list[tuple[int, int]]:
-        drawn = await asyncio.gather(*(sampler.sample(kept_request(group, max_action_tokens=2)) for group in range(number)))
-        for group in range(number):
+        async def draw(group: int) -> Completion:
+            completion = await sampler.sample(kept_request(group, max_action_tokens=2))
             sampler.release(RolloutKey(group, 0, 0))
+            return completion
+
+        drawn = await in_portions(draw)
         await update(sampler, weights, scale=0.1)
 
         async def after(group: int) -> tuple[int, int]:
@@ -302,7 +312,7 @@ def test_verified_rollouts_of_a_model_are_distributed_as_fresh_ones() -> None:
             sampler.release(RolloutKey(group, 0, 0))
             return result.redrawn_token, rest.tokens[0]
 
-        return await asyncio.gather(*map(after, range(number)))
+        return await in_portions(after)
 
     pairs = run_virtual(beside(sampler, main()))
     counts = torch.bincount(torch.tensor([first * VOCABULARY + second for first, second in pairs]), minlength=VOCABULARY**2).double()
