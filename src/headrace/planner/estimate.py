@@ -96,6 +96,7 @@ def engine_work(profile: Profile, slots: int) -> EngineWork:
         extra_per_token=prompts / answers,
         start_context=prompts / max(1.0, lengths.steps.mean) if several else prompts,
         context_growth=1.0 + prompts / answers if several else 1.0,
+        delay_steps=profile.decode.answer_delay_steps * lengths.steps.mean / answers,
     )
 
 

@@ -97,8 +97,8 @@ class LearnFit:
 def fit_decode(points: Sequence[tuple[float, float, float, float, float]]) -> DecodeFit:
     """Of (running, context_tokens, extra tokens, seconds, steps); at least one point, all with seconds > 0.
 
-    Levenberg-Marquardt on the logarithms of the four coefficients, for each sharpness. Prior: an extra token takes as long as a
-    running one, and reading contexts a tenth of the step.
+    Levenberg-Marquardt on the logarithms of the four coefficients, for each sharpness. Prior: the floor is most of the shortest step,
+    an extra token takes as long as a running one, reading contexts a tenth of a step.
     """
     data = np.asarray(points, dtype=float)
     running, context, extra, seconds, steps = data.T
@@ -175,7 +175,8 @@ def _solve(start: Array, sharpness: float, data: tuple[Array, Array, Array, Arra
         return fitted
 
     def all_residuals(parameters: Array, robust: Array) -> Array:
-        prior = _PRIOR_WEIGHT * np.asarray([parameters[2] - start[2], parameters[3] - parameters[1], 0.1 * (parameters[1] - start[1])])
+        away = parameters - start
+        prior = _PRIOR_WEIGHT * np.asarray([away[0], away[1], away[2], parameters[3] - parameters[1]])
         return np.concatenate([residuals_at(parameters) * np.sqrt(weights * robust), prior])
 
     parameters, damping = start.copy(), 1e-2

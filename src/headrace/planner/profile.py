@@ -88,6 +88,8 @@ class Decode:
     """Between two steps, while rollouts are in flight: handing out answers, gathering requests."""
     gap_seconds_per_sequence: Amount = 0.0
     """The part that grows with the running batch: the rollouts' own Python between two tokens, environments that compute."""
+    answer_delay_steps: Amount = 0.0
+    """Decode steps that pass from an environment's answer until its rollout is ready: samplers and rollouts share one event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

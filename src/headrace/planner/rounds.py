@@ -39,6 +39,8 @@ class EngineWork:
     """Context tokens of a rollout when it begins to answer."""
     context_growth: float = 1.0
     """Context tokens added by each sampled one: more than 1 where observations come between."""
+    delay_steps: float = 0.0
+    """Decode steps for each token in which an environment's answer waits to be noticed."""
 
 
 def step_seconds(work: EngineWork, running: float, context_tokens: float) -> float:
@@ -63,13 +65,13 @@ def most_in_flight(work: EngineWork, context_tokens: float, wait_per_token: floa
     slots = usable_slots(work, context_tokens)
     if wait_per_token <= 0:
         return slots
-    patience = min(wait_per_token, gather_seconds)
     low, high = 0.0, slots
     for _ in range(26):
         middle = (low + high) / 2
-        spoken_for = middle * (1.0 + patience / step_seconds(work, middle, context_tokens))
+        step = step_seconds(work, middle, context_tokens)
+        spoken_for = middle * (1.0 + min(wait_per_token + work.delay_steps * step, gather_seconds) / step)
         low, high = (middle, high) if spoken_for < slots else (low, middle)
-    return high * (1.0 + wait_per_token / step_seconds(work, high, context_tokens))
+    return high * (1.0 + work.delay_steps + wait_per_token / step_seconds(work, high, context_tokens))
 
 
 def pace(work: EngineWork, in_flight: float, context_tokens: float, wait_per_token: float) -> tuple[float, float]:
@@ -83,10 +85,11 @@ def pace(work: EngineWork, in_flight: float, context_tokens: float, wait_per_tok
         for _ in range(26):
             middle = (low + high) / 2
             step = step_seconds(work, middle, context_tokens)
-            low, high = (middle, high) if middle * (step + wait_per_token) < in_flight * step else (low, middle)
+            low, high = (middle, high) if middle * (step * (1.0 + work.delay_steps) + wait_per_token) < in_flight * step else (low, middle)
     running = max(high, 1e-9)
     step = step_seconds(work, running, context_tokens)
-    return running, max(step + wait_per_token, step * in_flight / running)
+    alone = step * (1.0 + work.delay_steps) + wait_per_token if wait_per_token > 0 else step
+    return running, max(alone, step * in_flight / running)
 
 
 def play_round(work: EngineWork, lengths: Sequence[float], waits: Sequence[float], capacity: float) -> Round:

@@ -45,8 +45,26 @@ def test_learner_tokens_of_a_trajectory_count_filtered_ones_as_none(profile: Pro
 
 def test_waits_of_single_steps_follow_from_those_of_whole_rollouts(profile: Profile) -> None:
     waits = profile.distributions.tool_wait_seconds
-    assert waits.mean == pytest.approx(run.WAIT_MEAN, rel=0.03)
-    assert waits.deviation == pytest.approx(run.WAIT_DEVIATION, rel=0.15)
+    assert waits.deviation / waits.mean == pytest.approx(run.WAIT_DEVIATION / run.WAIT_MEAN, rel=0.15)
+    assert waits.mean + profile.decode.answer_delay_steps * token_step_seconds(profile) == pytest.approx(run.WAIT_MEAN, rel=0.03)
+
+
+def token_step_seconds(profile: Profile) -> float:
+    """What the step of the mean token takes, with what lies between two steps."""
+    decode = profile.decode
+    tokens = sum(point.running * point.count for point in decode.points)
+    gaps = sum((decode.gap_seconds + decode.gap_seconds_per_sequence * point.running) * point.running * point.count for point in decode.points)
+    return (sum(point.seconds * point.running * point.count for point in decode.points) + gaps) / tokens
+
+
+def test_the_delay_of_answers_is_taken_off_the_waits_only_where_rollouts_really_wait(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profile.decode.answer_delay_steps > 0
+    monkeypatch.setattr(run, "WAIT_MEAN", 1e-4)
+    monkeypatch.setattr(run, "WAIT_DEVIATION", 1e-4)
+    run.write_run(tmp_path / "quick")
+    quick = measure(tmp_path / "quick")
+    assert quick.decode.answer_delay_steps == 0.0
+    assert quick.distributions.tool_wait_seconds.mean == pytest.approx(1e-4, rel=0.05)
 
 
 def test_weight_update_and_gaps_are_means_of_what_was_reported(profile: Profile) -> None:
