@@ -67,7 +67,9 @@ def test_an_aged_group_is_held_back_until_its_worker_has_checked_it() -> None:
         assert "2 rollouts being verified" in b.pool.waiting_text(version(2))
         for key in keys:
             result = b.pool.add(finished(key, versions={0: 2}, key_versions={2: 3}, reward=float(key.member), round=1), worker="w")
-            assert result.verified and result.retry is None
+            assert result.verified and result.retry is None and result.group_complete is (key.member == 1)
+            if key.member == 0:
+                assert await b.try_take(2) is None, "the other one is still with its worker"
         assert [member.summary.round for member in (await b.take(2)).members] == [1, 1]
 
     run_virtual(main())
