@@ -508,6 +508,16 @@ class WorkerActivity:
     apply_seconds: float
     """Part of idle_seconds["weights"]: taking up new weights."""
     applied_updates: int
+    apply_delay_seconds: float = 0.0
+    """Sum over the applied updates: how long each waited for a key step or for rollouts in flight (sampler.apply)."""
+    verify_seconds: float = 0.0
+    """Part of busy_seconds: verifying rollouts."""
+    verify_tokens: int = 0
+    """Computed for it."""
+    num_parked: int = 0
+    """Times that a long rollout gave its decode slot to short work in the middle of an action."""
+    num_unkept: int = 0
+    """Rollouts whose distributions did not fit or were given up: they cannot be verified."""
     decode_work: Sequence[tuple[int, int, int, int, float]] = ()
     """Steps alike in running batch and context, as sums: (steps, sequences, tokens computed, context tokens read, busy seconds)."""
 

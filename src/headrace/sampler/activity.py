@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from headrace.types import WorkerActivity
 
@@ -20,7 +21,8 @@ class ActivityMeter:
         self._work: dict[tuple[int, int, int], list[float]] = {}
         self.last_seconds = 0.0
         """Of the last step."""
-        self._counters = (0, 0, 0, 0)
+        self._verify_seconds = 0.0
+        self._counters: dict[str, float] = {}
 
     @property
     def time(self) -> float:
@@ -48,32 +50,34 @@ class ActivityMeter:
             for index, value in enumerate((1, running, tokens, context_tokens, seconds)):
                 sums[index] += value
 
+    def verified(self, running: int) -> None:
+        """The stretch that just ended checked rollouts while so many sequences, they included, held the device."""
+        self.busy(running)
+        self._verify_seconds += self.last_seconds
+
     def applied(self) -> None:
         """The stretch that just ended took up new weights."""
         seconds = self._elapsed()
         self._idle["weights"] = self._idle.get("weights", 0.0) + seconds
         self._apply_seconds += seconds
 
-    def take(self, *, decode_steps: int, prefill_tokens: int, sampled_tokens: int, applied_updates: int) -> WorkerActivity:
-        """The work since the last take; the arguments are cumulative counters."""
+    def take(self, **counters: float) -> WorkerActivity:
+        """The work since the last take; the arguments are cumulative counters, named like the fields of WorkerActivity."""
         self._close()
-        counters = (decode_steps, prefill_tokens, sampled_tokens, applied_updates)
-        steps, prefill, sampled, applied = (new - old for new, old in zip(counters, self._counters, strict=True))
+        since: dict[str, Any] = {name: value - self._counters.get(name, 0) for name, value in counters.items()}
         busy, idle = sum(self._running.values()), sum(self._idle.values())
         activity = WorkerActivity(
             seconds=busy + idle,
             busy_seconds=busy,
             running_seconds=dict(sorted(self._running.items())),
             idle_seconds=dict(sorted(self._idle.items())),
-            decode_steps=steps,
-            prefill_tokens=prefill,
-            sampled_tokens=sampled,
             apply_seconds=self._apply_seconds,
-            applied_updates=applied,
+            verify_seconds=self._verify_seconds,
             decode_work=_largest(self._work),
+            **since,
         )
         self._work = {}
-        self._running, self._idle, self._apply_seconds, self._counters = {}, {}, 0.0, counters
+        self._running, self._idle, self._apply_seconds, self._verify_seconds, self._counters = {}, {}, 0.0, 0.0, counters
         return activity
 
     def _close(self) -> None:

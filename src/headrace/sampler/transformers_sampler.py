@@ -171,6 +171,10 @@ class TransformersSampler:
             prefill_tokens=engine.prefill_tokens,
             sampled_tokens=engine.drawn_tokens + engine.verifier.redrawn_tokens,
             applied_updates=engine.applied_updates,
+            apply_delay_seconds=engine.gate.delay_seconds,
+            verify_tokens=engine.verifier.forward_tokens,
+            num_parked=engine.admission.num_parked,
+            num_unkept=engine.distributions.num_unkept,
         )
 
     def measure_capacity(self) -> tuple[int, float]:
@@ -227,7 +231,7 @@ class TransformersSampler:
         num_running = len(engine.running)
         served = engine.verifier.step(engine.version, budget_beside(num_running, self._settings.max_prefill_tokens))
         if served:
-            self._meter.busy(num_running + served)
+            self._meter.verified(num_running + served)
 
     async def _give_way(self) -> None:
         """Lets the loop go round once, and after a long step for up to 2 % of its time.

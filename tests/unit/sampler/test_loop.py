@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -10,7 +11,7 @@ from fakes.sampling import beside, make_sampler, request, turns
 from headrace.clock import now, run_virtual
 from headrace.sampler.activity import ActivityMeter
 from headrace.sampler.gather import GatherTarget
-from headrace.types import Completion
+from headrace.types import Completion, RolloutKey, SamplingParameters, VerifyRequest
 
 
 def test_an_idle_sampler_sets_no_timer_and_names_what_it_waits_for() -> None:
@@ -154,3 +155,28 @@ def test_many_turns_do_not_change_how_a_request_is_served() -> None:
             return sampler._engine.decode_steps - before
 
     assert run_virtual(beside(sampler, main())) == 1
+
+
+def test_what_verification_and_parking_cost_is_in_the_activity() -> None:
+    sampler = make_sampler(max_running=1, long_share=0.5)
+    prompt = (1, 2, 3)
+
+    async def main() -> None:
+        for group in range(16):
+            await sampler.sample(request([1], group=group, max_action_tokens=2))
+            sampler.release(RolloutKey(group, 0, 0))
+        kept = dataclasses.replace(request(prompt, group=50, max_action_tokens=10), keep_distribution=True)
+        completion = await sampler.sample(kept)
+        sampler.release(kept.key)
+        sampler.take_activity()
+        checked = ((0, 3, 13),)
+        tokens = (*prompt, *completion.tokens)
+        await sampler.verify(VerifyRequest(key=kept.key, round=1, seed=0, tokens=tokens, checked=checked, sampling=SamplingParameters()))
+        activity = sampler.take_activity()
+        assert activity.verify_tokens == 12 and activity.decode_steps == 0
+        assert 0 < activity.verify_seconds == activity.busy_seconds
+        assert (activity.num_parked, activity.num_unkept) == (0, 0)
+        again = sampler.take_activity()
+        assert (again.verify_tokens, again.verify_seconds) == (0, 0.0)
+
+    asyncio.run(beside(sampler, main()))
