@@ -177,25 +177,24 @@ def test_nobody_is_asked_before_the_workers_weights_can_help() -> None:
 
 
 def test_only_what_is_about_to_be_served_is_checked() -> None:
-    """Four aged groups are ready; while the learner has a batch the next one is checked, while it waits one more."""
+    """Nobody is asked for aged groups while what is fresh before them fills the next batch; then the first of them is."""
 
     async def main() -> None:
-        b = VerifyingBench(verify_after=1)
-        b.groups += [b._reserve(0) for _ in range(5)]
+        b = VerifyingBench(verify_after=1, max_key_staleness=8)
+        b.groups += [b._reserve(0) for _ in range(4)]
         await b.advance_to(1)
         b.worker_at(1)
-        fresh = len(b.groups)
-        b.groups.append(b._reserve(1))
-        b.deliver(fresh, versions={1: 1})
+        for _ in range(2):
+            b.groups.append(b._reserve(1))
+            b.deliver(len(b.groups) - 1, versions={1: 1})
         taken = await b.take(1)
-        for index in range(4):
+        for index in range(3):
             b.deliver(index, key_versions={0: 3}, versions={})
-        assert b.pool.due_for_verification() == {"w": b.groups[0].keys}
-        assert b.pool.due_for_verification() == {}
+        assert b.pool.due_for_verification() == {}, "a fresh group is before them"
         b.learn(taken, 1)
-        b.worker_at(2)
-        assert b.pool.due_for_verification() == {"w": b.groups[1].keys}
-        assert b.pool.due_for_verification() == {}
+        b.learn(await b.take(2), 2)
+        b.worker_at(3)
+        assert b.groups[0].keys[0] in b.pool.due_for_verification()["w"]
 
     run_virtual(main())
 
