@@ -70,6 +70,8 @@ class TransformersSampler:
         self._applied = asyncio.Event()
         self._target = GatherTarget()
         self._meter = ActivityMeter(_loop_time)
+        self._verify_ahead_seconds = 0.0
+        """What verification has had more of than decoding since it last ran."""
         self.max_running = self._engine.max_running
         self.max_context_tokens = max_context_tokens
 
@@ -213,6 +215,7 @@ class TransformersSampler:
                 self._take_up_weights()  # a key step may have come
             meter.busy(engine.step(), engine.last_step_tokens, engine.last_step_context)
             self._target.observe_step(engine.last_step_tokens, meter.last_seconds, meter.time)
+            self._verify_ahead_seconds -= meter.last_seconds
         if verifying:
             self._verify_some()
         if self._scores:
@@ -226,12 +229,15 @@ class TransformersSampler:
             self._applied.set()
 
     def _verify_some(self) -> None:
-        """Some tokens of the queue; few enough that decoding goes on."""
+        """Some tokens of the queue, for at most half of the time while others decode. Weights that wait for it do not wait longer for that."""
         engine = self._engine
         num_running = len(engine.running)
+        if num_running and self._verify_ahead_seconds > 0 and not engine.verifier.closing:
+            return
         served = engine.verifier.step(engine.version, budget_beside(num_running, self._settings.max_prefill_tokens))
         if served:
             self._meter.verified(num_running + served)
+            self._verify_ahead_seconds = self._meter.last_seconds
 
     async def _give_way(self) -> None:
         """Lets the loop go round once, and after a long step for up to 2 % of its time.

@@ -35,9 +35,9 @@ DRAW, ACCEPT, REDRAW = 0, 1, 2
 """Purposes of random streams: after a verification they are named by its round and one of these."""
 _MOST_LOGITS = 2**24
 """Numbers in the logits of one forward at most, unless one token alone has more: 128 MiB in float64."""
-_LEAST_TOKENS = 128
+_LEAST_TOKENS = 256
 _TOKENS_A_ROW = 4
-"""Beside a decode step: a token of a prefill costs a fraction of one of a decode step, so many a row make the step about twice as long."""
+"""Beside decoding a forward has so many tokens: enough to be efficient, few enough that no token waits long for it."""
 _MOST_SLOTS = 64
 _CACHE_SHARE = 8
 """The scratch cache takes at most 1/8 of what kv_memory_bytes pays for, and at least one slot."""

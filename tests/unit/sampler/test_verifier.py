@@ -265,6 +265,6 @@ def test_no_rollout_is_begun_while_new_weights_wait_for_the_half_done_one() -> N
 
 def test_beside_a_decode_step_only_so_many_tokens_are_verified_and_alone_as_many_as_a_prompt_may_have() -> None:
     assert budget_beside(0, 4096) == 4096
-    assert budget_beside(64, 4096) == 256
-    assert budget_beside(1, 4096) == 128
+    assert budget_beside(100, 4096) == 400
+    assert budget_beside(1, 4096) == 256
     assert budget_beside(500, 1000) == 1000

@@ -183,8 +183,8 @@ def test_decoding_goes_on_beside_a_long_queue_of_verifications() -> None:
     sampler = make_sampler()
 
     async def main() -> None:
-        rollouts = await asyncio.gather(*(sampler.sample(kept_request(group, max_action_tokens=60)) for group in range(100)))
-        for group in range(100):
+        rollouts = await asyncio.gather(*(sampler.sample(kept_request(group, max_action_tokens=60)) for group in range(200)))
+        for group in range(200):
             sampler.release(RolloutKey(group, 0, 0))
         async with asyncio.TaskGroup() as group:
             drawing = group.create_task(sampler.sample(request([1, 2], group=500, max_action_tokens=20)))
@@ -195,7 +195,7 @@ def test_decoding_goes_on_beside_a_long_queue_of_verifications() -> None:
             ]
             await drawing
             waiting = sum(not check.done() for check in checks)
-            assert waiting > 40  # 6,200 tokens, at most 128 beside each of its steps
+            assert waiting > 100  # 12,400 tokens, at most 256 beside each of its steps
         assert all(check.result().rejected is None for check in checks)
 
     run_virtual(beside(sampler, main()))
