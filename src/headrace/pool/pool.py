@@ -350,9 +350,12 @@ class ExperiencePool:
         if not self._verification.on or self._closed:
             return {}
         version = self._next_version()
-        # while the learner waits, one batch more: the first may hold a long tail to be sampled again
-        slots = self._settings.batch_trajectories * (1 if self._taken else 2)
-        groups = self._chooser.about_to_be_served(self._waiting(), version=version, slots=slots)
+        groups = self._chooser.about_to_be_served(
+            self._waiting(),
+            version=version,
+            slots=self._settings.batch_trajectories,
+            is_fresh=lambda group: group.ready and not self._verification.due(group, version),
+        )
         due: dict[str, tuple[RolloutKey, ...]] = {}
         for worker, group, member in self._verification.send(groups, version):
             summary = group.send_back(member, now()).summary

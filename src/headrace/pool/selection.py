@@ -18,7 +18,7 @@ group can be overtaken by at most one batch's worth of groups that became ready 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.config import Advantage, OnExpiry, SelectionRule, Settings
@@ -96,8 +96,12 @@ class Chooser:
             return head
         return self._choose_in_time(groups, head, ready, servable, version=version, slots=slots)
 
-    def about_to_be_served(self, groups: Sequence[Group], *, version: int, slots: int) -> list[Group]:
-        """What the next `slots` would be made of, could all that is being verified or due for it be served now."""
+    def about_to_be_served(self, groups: Sequence[Group], *, version: int, slots: int, is_fresh: Callable[[Group], bool]) -> list[Group]:
+        """What may be needed for the next `slots`: in serving order, up to where the fresh groups among them would fill these.
+
+        Groups that are verified, or due for it, do not count: how long a cut rollout takes to be sampled again is not known, and a
+        learner that waits for the slowest of a fixed few would stand idle while others could be made ready.
+        """
         prepared = [group for group in groups if group.prepared]
         orders = [self._by_age(groups) if self.rule is SelectionRule.OLDEST_FIRST else self._by_rank(prepared, version)]
         if self.on_expiry is OnExpiry.WAIT:
@@ -108,7 +112,8 @@ class Chooser:
             for group in order:
                 if filled >= slots:
                     break
-                filled += group.waiting_slots - (len(group.in_flight) if group.prepared else 0)
+                if is_fresh(group):
+                    filled += group.waiting_slots - (len(group.in_flight) if group.prepared else 0)
                 chosen[group.group_id] = group
         return [group for group in chosen.values() if group.prepared]
 
