@@ -164,11 +164,10 @@ class Verifier:
         position = 0
         for (job, segment, count), mine in zip(parts, targets, strict=True):
             segment.done += count
-            for target in mine:
-                size = target.end - target.start
-                if not job.future.done():
-                    self._judge(job, target, logits_CV[position : position + size], version)
-                position += size
+            size = sum(target.end - target.start for target in mine)
+            if size and not job.future.done():
+                self._judge(job, mine, logits_CV[position : position + size], version)
+            position += size
             if segment.done == len(segment.tokens):
                 self._end_segment(job, segment)
             if not job.segments and not job.future.done():
@@ -218,53 +217,60 @@ class Verifier:
                 parts.append((job, segment, count))
         return parts
 
-    def _judge(self, job: _Job, target: _Target, logits_CV: torch.Tensor, version: PolicyVersion) -> None:
+    def _judge(self, job: _Job, targets: list[_Target], logits_CV: torch.Tensor, version: PolicyVersion) -> None:
         """Accepts tokens in order up to the first that does not stand; that one is redrawn and the job ends."""
-        request, count = job.request, target.end - target.start
-        rows = self._store.rows_of(request.key, target.step)[target.offset : target.offset + count]
+        request = job.request
+        places = [(target.step, target.offset + index) for target in targets for index in range(target.end - target.start)]
+        rows = [self._store.rows_of(request.key, step)[offset] for step, offset in places]
+        tokens = [token for target in targets for token in request.tokens[target.start : target.end]]
         new_CV = torch.log_softmax(logits_CV.double() / request.sampling.temperature, -1)
-        tokens_C1 = torch.tensor(request.tokens[target.start : target.end], device=new_CV.device)[:, None]
+        tokens_C1 = torch.tensor(tokens, device=new_CV.device)[:, None]
         new_C = new_CV.gather(-1, tokens_C1)[:, 0]
         if bool(new_C.isnan().any()):
             self._fail(job, f"the model gave a logit that is not finite under weights {version}")
             return
         old_CV = self._store.read(rows)
-        positions = range(target.offset, target.offset + count)
-        stands_C = accepts(new_C, old_CV.gather(-1, tokens_C1)[:, 0], self._uniforms(request, target.step, positions, ACCEPT), request.lenience)
-        num_accepted = count if bool(stands_C.all()) else int(stands_C.long().argmin())
-        if num_accepted:
-            self._accept(job, target.start, num_accepted, version, new_C)
-        rejected = num_accepted < count
+        stands_C = accepts(new_C, old_CV.gather(-1, tokens_C1)[:, 0], _uniforms(request, places, ACCEPT), request.lenience)
+        rejected = not bool(stands_C.all())
+        num_accepted = int(stands_C.long().argmin()) if rejected else len(places)
+        self._accept(job, targets, num_accepted, version)
+        job.logprobs.extend(new_C[:num_accepted].clamp(max=0.0).tolist())
         self._store.write(rows[: num_accepted + rejected], new_CV[: num_accepted + rejected])
-        if not rejected:
-            return
-        one = slice(num_accepted, num_accepted + 1)
-        number = self._uniforms(request, target.step, positions[one], REDRAW)
-        token = int(redraw(new_CV[one], old_CV[one], number))
-        self._store.cut(request.key, target.step, target.offset + num_accepted + 1)
+        if rejected:
+            one = slice(num_accepted, num_accepted + 1)
+            step, offset = places[num_accepted]
+            token = int(redraw(new_CV[one], old_CV[one], _uniforms(request, places[one], REDRAW)))
+            index = next(target.start - target.offset for target in targets if target.step == step) + offset
+            self._cut(
+                job,
+                step,
+                offset,
+                VerifyResult(
+                    version=version,
+                    accepted=tuple(job.accepted),
+                    logprobs=tuple(job.logprobs),
+                    rejected=index,
+                    redrawn_token=token,
+                    redrawn_logprob=min(0.0, float(new_CV[num_accepted, token])),
+                ),
+            )
+
+    def _accept(self, job: _Job, targets: list[_Target], count: int, version: PolicyVersion) -> None:
+        """The first `count` tokens of the targets."""
+        self.accepted_tokens += count
+        for target in targets:
+            start, end = target.start, min(target.end, target.start + count)
+            count -= end - start
+            if end > start:
+                if job.accepted and job.accepted[-1].end == start:
+                    start = job.accepted.pop().start
+                job.accepted.append(VersionSpan(version=version, start=start, end=end))
+
+    def _cut(self, job: _Job, step: int, offset: int, result: VerifyResult) -> None:
+        self._store.cut(job.request.key, step, offset + 1)
         self.redrawn_tokens += 1
         self.num_cut += 1
-        result = VerifyResult(
-            version=version,
-            accepted=tuple(job.accepted),
-            logprobs=tuple(job.logprobs),
-            rejected=target.start + num_accepted,
-            redrawn_token=token,
-            redrawn_logprob=min(0.0, float(new_CV[num_accepted, token])),
-        )
         self._finish(job, result)
-
-    def _accept(self, job: _Job, start: int, count: int, version: PolicyVersion, new_C: torch.Tensor) -> None:
-        end = start + count
-        if job.accepted and job.accepted[-1].end == start:
-            start = job.accepted.pop().start
-        job.accepted.append(VersionSpan(version=version, start=start, end=end))
-        job.logprobs.extend(new_C[:count].clamp(max=0.0).tolist())
-        self.accepted_tokens += count
-
-    def _uniforms(self, request: VerifyRequest, step: int, positions: Sequence[int], purpose: int) -> npt.NDArray[np.float64]:
-        stream = stream_key(request.seed, request.key, step, request.round, purpose)
-        return uniforms([stream] * len(positions), positions)
 
     def _finish(self, job: _Job, result: VerifyResult) -> None:
         self.num_verified += 1
@@ -299,6 +305,12 @@ def _targets(segment: _Segment, count: int) -> list[_Target]:
         if low < high:
             targets.append(_Target(step, low - start, low, high))
     return targets
+
+
+def _uniforms(request: VerifyRequest, places: Sequence[tuple[int, int]], purpose: int) -> npt.NDArray[np.float64]:
+    """One for each (step, position in the action)."""
+    streams = {step: stream_key(request.seed, request.key, step, request.round, purpose) for step, _ in places}
+    return uniforms([streams[step] for step, _ in places], [position for _, position in places])
 
 
 def budget_beside(num_rows: int, most: int) -> int:
