@@ -147,7 +147,7 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     plan.add_argument("--out", metavar="FILE", default="plan.json", help="where the plan goes (default: plan.json)")
     plan.add_argument("--overlay", metavar="FILE", help="also write the best plan as settings in TOML, for headrace run RECIPE --plan FILE")
-    plan.add_argument("--no-simulation", action="store_true", help="closed forms only: at once, not checked")
+    plan.add_argument("--rollouts", metavar="N", type=_count_from_0, help="simulated at most, to check the best plans (0: closed forms only, at once)")
 
 
 def _add_simulate_arguments(simulate: argparse.ArgumentParser) -> None:

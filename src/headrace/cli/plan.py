@@ -11,7 +11,7 @@ from headrace.errors import ConfigError, Problem
 from headrace.planner.inputs import parse_what_if
 from headrace.planner.plan import Plan, Proposal, Request, overlay_toml, proposal_as_json, save_proposal, write_text
 from headrace.planner.profile import Profile, load_profile
-from headrace.planner.proposal import make_proposal
+from headrace.planner.proposal import Simulate, Simulated, make_proposal
 from headrace.report.picture import chart
 from headrace.report.progress import duration
 
@@ -25,7 +25,9 @@ _SENSITIVE = 4
 def execute(arguments: argparse.Namespace, output: Output) -> int:
     profile = load_profile(Path(arguments.profile))
     request = make_request(arguments, profile)
-    proposal = replace(make_proposal(profile, request), profile_file=arguments.profile)
+    simulate = None if arguments.rollouts == 0 else _simulate(output)
+    proposal = make_proposal(profile, request, simulate=simulate, max_rollouts=arguments.rollouts)
+    proposal = replace(proposal, profile_file=arguments.profile)
     files = _write(proposal, arguments)
     print("\n".join([*described(proposal, width=output.width), "", *files]), file=output.people)
     values = proposal_as_json(proposal)
@@ -36,6 +38,16 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         return 1
     output.result(values)
     return 0
+
+
+def _simulate(output: Output) -> Simulate:
+    from headrace.planner.simulation import simulate_plan
+
+    def told(profile: Profile, plan: Plan, max_rollouts: int) -> Simulated | None:
+        output.say(f"simulating {plan.mode} {plan.split} (learner:sampler devices)")
+        return simulate_plan(profile, plan, max_rollouts)
+
+    return told
 
 
 def make_request(arguments: argparse.Namespace, profile: Profile) -> Request:

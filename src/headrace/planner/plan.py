@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from headrace.errors import ConfigError, Problem
 from headrace.planner.estimate import Selection, Setup
 from headrace.planner.profile import Profile, profile_as_json, profile_from_json
+from headrace.planner.roofline import with_tensor_parallel
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -79,7 +80,9 @@ class Verification:
     scale: Annotated[float, Field(gt=0, le=1)]
     """Share of the plan's samplers and batch that was simulated; the learner's time was that of the whole batch."""
     step_seconds: Positive
+    """Simulated, at that scale."""
     closed_form_step_seconds: Positive
+    """What the closed form says at that scale: their ratio corrects the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,10 @@ class Proposal:
     @property
     def estimated(self) -> bool:
         return self.profile.estimated
+
+    def profile_of(self, plan: Plan) -> Profile:
+        """The profile of the plan's samplers, which may have another number of devices each than the one that was measured."""
+        return with_tensor_parallel(self.profile, plan.tensor_parallel)
 
     def plan(self, rank: int, *, file: str | None = None) -> Plan:
         """Raises ConfigError where there is no plan of that rank."""

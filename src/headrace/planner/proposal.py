@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.planner.estimate import Steady, steady_state
 from headrace.planner.explain import deadline_missed, deadline_odds, flat_region, sensitivity, too_few_devices, why_not_better
 from headrace.planner.forecast import cost, finish_seconds
 from headrace.planner.inputs import apply_what_if
@@ -16,6 +17,8 @@ from headrace.planner.search import TIE, Candidate, Search, adapted
 MAX_SIMULATED = 3
 MAX_ROLLOUTS = 200_000
 """Of all simulations of one proposal together."""
+_ROLLOUTS_A_DEVICE = 120
+_LEAST_ROLLOUTS = 20_000
 _TAIL = 0.95
 _CURVE_POINTS = 64
 
@@ -34,8 +37,16 @@ Simulate = Callable[[Profile, Plan, int], Simulated | None]
 """(profile of the plan's engines, plan, rollouts at most) -> how it went; None where it cannot be simulated."""
 
 
-def make_proposal(profile: Profile, request: Request, *, simulate: Simulate | None = None, max_rollouts: int = MAX_ROLLOUTS) -> Proposal:
-    """Raises ConfigError where the request makes no sense; where it cannot be met, `infeasible_reason` says why."""
+def affordable_rollouts(num_gpus: int) -> int:
+    """For simulations that keep a proposal for 64 devices under 10 s, for 1,024 under 60 s."""
+    return min(MAX_ROLLOUTS, max(_LEAST_ROLLOUTS, _ROLLOUTS_A_DEVICE * num_gpus))
+
+
+def make_proposal(profile: Profile, request: Request, *, simulate: Simulate | None = None, max_rollouts: int | None = None) -> Proposal:
+    """Raises ConfigError where the request makes no sense; where it cannot be met, `infeasible_reason` says why.
+
+    `max_rollouts`: of all simulations together; None: what is affordable.
+    """
     profile = adapted(apply_what_if(profile, request.what_if), request.group_size)
     search = Search(profile, request)
     found = search.run()
@@ -46,7 +57,7 @@ def make_proposal(profile: Profile, request: Request, *, simulate: Simulate | No
         )  # fmt: skip
     pairs = [(each, _plan(search, each)) for each in found.candidates]
     if simulate is not None:
-        pairs = _checked(search, pairs, simulate, max_rollouts)
+        pairs = _checked(search, pairs, simulate, affordable_rollouts(request.num_gpus) if max_rollouts is None else max_rollouts)
     best = pairs[0][1]
     plans = tuple(replace(plan, rank=rank) for rank, (_, plan) in enumerate(pairs, start=1))
     plans = tuple(replace(plan, why_not_better=why_not_better(plan, plans[0])) for plan in plans)
@@ -97,10 +108,11 @@ def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: 
         candidate, plan = pairs[index]
         outcome = simulate(search.engine(candidate.tensor_parallel), plan, max_rollouts // len(chosen))
         if outcome is not None:
-            outcomes[index] = outcome
+            closed_form = _at_scale(search, candidate, outcome.verification).step_seconds
+            outcomes[index] = replace(outcome, verification=replace(outcome.verification, closed_form_step_seconds=closed_form))
     corrections: dict[str, float] = {}
     for index, outcome in outcomes.items():
-        corrections.setdefault(pairs[index][1].mode, outcome.verification.step_seconds / pairs[index][1].step_seconds)
+        corrections.setdefault(pairs[index][1].mode, _correction(outcome))
     checked = []
     for index, (candidate, plan) in enumerate(pairs):
         corrected = _corrected(search, candidate, plan, corrections.get(plan.mode, 1.0))
@@ -109,6 +121,25 @@ def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: 
     fastest = max(plan.rate for _, plan in checked)
     first = next(pair for pair in checked if pair[1].rate >= (1 - TIE) * fastest)
     return [first, *sorted((pair for pair in checked if pair is not first), key=lambda pair: -pair[1].rate)]
+
+
+def _correction(outcome: Simulated) -> float:
+    return outcome.verification.step_seconds / outcome.verification.closed_form_step_seconds
+
+
+def _at_scale(search: Search, candidate: Candidate, shown: Verification) -> Steady:
+    """The closed form of what was simulated: a part of samplers and batch, and a learner that takes as long as for the whole batch.
+
+    The longest rollout of a smaller batch is shorter: simulation and closed form are compared at the same size.
+    """
+    engine, setup = search.engine(candidate.tensor_parallel), candidate.setup
+    batch, samplers = round(shown.num_rollouts / shown.num_updates), max(1, round(setup.num_samplers * shown.scale))
+    if (batch, samplers) == (setup.batch_trajectories, setup.num_samplers):
+        return candidate.steady
+    lengths = engine.distributions
+    each = engine.learn.tokens_per_trajectory or lengths.prompt_tokens.mean + lengths.answer_tokens.mean
+    engine = replace(engine, learn=replace(engine.learn, tokens_per_trajectory=each * setup.batch_trajectories / batch))
+    return steady_state(engine, replace(setup, num_samplers=samplers, batch_trajectories=batch))
 
 
 def _corrected(search: Search, candidate: Candidate, plan: Plan, correction: float) -> Plan:
@@ -120,10 +151,10 @@ def _corrected(search: Search, candidate: Candidate, plan: Plan, correction: flo
 
 def _shown(plan: Plan, outcome: Simulated, search: Search, candidate: Candidate) -> Plan:
     """What the simulation showed stands in for the closed form."""
-    correction = outcome.verification.step_seconds / candidate.steady.step_seconds
+    corrected = _corrected(search, candidate, plan, _correction(outcome))
     return replace(
-        _corrected(search, candidate, plan, correction), staleness=outcome.staleness, occupancy=outcome.occupancy, busy_fraction=outcome.busy_fraction,
-        verified_by="simulation", verification=outcome.verification,
+        corrected, staleness=outcome.staleness, occupancy=outcome.occupancy, busy_fraction=outcome.busy_fraction, verified_by="simulation",
+        verification=outcome.verification,
     )  # fmt: skip
 
 

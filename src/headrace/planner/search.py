@@ -32,6 +32,8 @@ _MOST_PARALLEL = 8
 _MOST_SLOTS = 1024
 _BEYOND_MEASURED = 2
 """Times the largest measured batch that slots may reach."""
+_AHEAD = 1.04
+"""Production / consumption that a proposal keeps where it can: chance lets the learner wait where they are just equal."""
 _AGE_MARGIN = 1.5
 """Times the mean age of a token at the end of its group that a proposed bound leaves."""
 _ALL_SPLITS = 64
@@ -202,15 +204,19 @@ class Search:
 
     def synchronous(self, parallel: int, batch: int) -> list[Candidate]:
         """All devices in turn, and the best split."""
-        found = []
-        total, slots = self.request.num_gpus, self.most_slots(parallel)
-        if total >= max(parallel, self.least_learner_devices):
-            setup = self._setup(mode="sync", engines=total // parallel, ranks=total, slots=slots, batch=batch, bound=0, colocated=True)
-            found.append(self.candidate(parallel, setup))
+        found = self._colocated(parallel, batch)
         most = self.most_engines(parallel)
         if most and parallel == self.profile.model.tensor_parallel:
             found.append(self.split(parallel, self._best_sync_engines(parallel, batch, most), batch, mode="sync"))
         return found
+
+    def _colocated(self, parallel: int, batch: int) -> list[Candidate]:
+        total = self.request.num_gpus
+        if total < max(parallel, self.least_learner_devices):
+            return []
+        slots = self.most_slots(parallel)
+        setup = self._setup(mode="sync", engines=total // parallel, ranks=total, slots=slots, batch=batch, bound=0, colocated=True)
+        return [self.candidate(parallel, setup)]
 
     def _best_sync_engines(self, parallel: int, batch: int, most: int) -> int:
         """generate + learn: the one falls and the other rises with the samplers, their sum has one valley."""
@@ -268,8 +274,14 @@ class Search:
         parallel, setup = candidate.tensor_parallel, candidate.setup
         if setup.mode == "async" and (gained := self._with_quorum(candidate)) is not None:
             candidate, setup, least = gained, gained.setup, (1 - TIE) * gained.rate
-        # few enough that samplers that outrun the learner do not fill the pool with what only grows old
-        slots = _first(1, setup.slots_per_sampler, lambda slots: self.candidate(parallel, replace(setup, slots_per_sampler=slots)).rate >= least)
+        # few enough that samplers that outrun the learner do not fill the pool with what only grows old, but somewhat ahead of it
+        ahead = min(candidate.steady.production_rate, _AHEAD * candidate.steady.consumption_rate) * (1 - TIE) if setup.mode == "async" else 0.0
+
+        def enough(slots: int) -> bool:
+            tried = self.candidate(parallel, replace(setup, slots_per_sampler=slots))
+            return tried.rate >= least and tried.steady.production_rate >= ahead
+
+        slots = _first(1, setup.slots_per_sampler, enough)
         setup = replace(setup, slots_per_sampler=slots)
         if setup.mode == "async":
             # a bound that rollouts outgrow while they are written would leave their tokens out of the loss
@@ -288,9 +300,11 @@ class Search:
         return tried if tried.rate > (1 + _QUORUM_GAIN) * candidate.rate else None
 
     def best_rate(self) -> float:
-        """Of any plan; trajectories/s."""
-        found = self.run().candidates
-        return found[0].rate if found else 0.0
+        """Of any plan but synchronous splits; trajectories/s."""
+        rates = [0.0]
+        for kind in itertools.product(self.parallels(), self.request.batch_trajectories):
+            rates += [each.rate for each in (*self.asynchronous(*kind), *self._colocated(*kind))]
+        return max(rates)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
