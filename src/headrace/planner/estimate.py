@@ -186,7 +186,8 @@ def sync_step(profile: Profile, setup: Setup) -> Steady:
     generate = sum(chance * each.seconds for chance, each in zip(slowest, rounds, strict=True))
     learn = update_seconds(profile, setup) + profile.weight_update.transfer_seconds
     step = generate + learn
-    learner_busy = learn_seconds(profile, setup.num_learner_ranks, setup.batch_trajectories, setup.micro_batch_tokens) / step
+    learning = learn_seconds(profile, setup.num_learner_ranks, setup.batch_trajectories, setup.micro_batch_tokens)
+    learner_busy = profile.learn.busy_fraction * learning / step
     occupied, sampler_busy = one.occupied_seconds / step, one.busy_seconds / step
     colocated = setup.placement == "colocated"
     share = 1.0 if colocated else _sampler_share(profile, setup)
@@ -239,7 +240,7 @@ def async_step(profile: Profile, setup: Setup) -> Steady:
     seconds = work.fit.seconds(together, mean_context(profile), work.extra_per_token * together)
     steps_per_second = rate / setup.num_samplers * profile.distributions.answer_tokens.mean / together
     sampler_busy = min(1.0, steps_per_second * seconds)
-    learner_busy = learn_seconds(profile, setup.num_learner_ranks, batch, setup.micro_batch_tokens) / step
+    learner_busy = profile.learn.busy_fraction * learn_seconds(profile, setup.num_learner_ranks, batch, setup.micro_batch_tokens) / step
     occupied = sampler_busy * min(1.0, together / capacity)
     return Steady(
         step_seconds=step, production_rate=possible, consumption_rate=consumption, generate_seconds=batch / possible, learn_seconds=learn,

@@ -334,6 +334,7 @@ def _learn(recording: Recording) -> Learn:
         handover_seconds=sum(handed) / len(handed),
         tokens_per_trajectory=computed / offered,
         micro_batch_tokens=micro,
+        busy_fraction=min(1.0, sum(line["busy_seconds"] for line in updated) / max(1e-12, sum(line["seconds"] for line in updated))),
     )
 
 

@@ -120,6 +120,8 @@ class Learn:
     """Learner tokens of one trajectory that a batch takes, padding included and filtered ones counted as none. 0: its total tokens."""
     micro_batch_tokens: AtLeastOne = 8192
     """What the run used; predictions take it unless told otherwise."""
+    busy_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of an update's seconds, in forward, backward and optimizer; the rest prepares tensors and waits for other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
