@@ -55,7 +55,7 @@ def _read(path: Path, rank: int | None) -> tuple[Profile, Plan | None, dict[str,
     if isinstance(values, dict) and "plans" in values:
         proposal = load_proposal(path)
         plan = proposal.plan(rank or 1, file=str(path))
-        return proposal.profile, plan, merged(simulated_tree(proposal.profile), plan_tree(plan, num_updates=plan.num_updates))
+        return proposal.profile_of(plan), plan, merged(simulated_tree(proposal.profile), plan_tree(plan, num_updates=plan.num_updates))
     if rank is not None:
         what = f"'{path}' is a profile, which has no ranks."
         raise ConfigError([Problem(file=str(path), key="--rank", value=rank, message=what, remedy="Leave --rank out, or give a plan.json.")])
