@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.cli.output import Output
 from headrace.errors import ConfigError, Problem
+from headrace.planner.explain import number
 from headrace.planner.inputs import parse_what_if
 from headrace.planner.plan import Plan, Proposal, Request, overlay_toml, proposal_as_json, save_proposal, write_text
 from headrace.planner.profile import Profile, load_profile
@@ -133,7 +134,7 @@ def _table(proposal: Proposal, width: int) -> list[str]:
         stale = f"{plan.staleness.mean:.2f}" if plan.mode == "async" else "0"
         table.add_row(
             f"{plan.rank}{mark}", plan.mode, plan.split if plan.placement == "split" else "in turn", str(plan.tensor_parallel), str(plan.slots_per_sampler),
-            str(plan.max_staleness), f"{plan.step_seconds:.3g}", f"{plan.rate:.3g}", stale, f"{plan.occupancy:.0%}", f"{plan.busy_fraction:.0%}",
+            str(plan.max_staleness), number(plan.step_seconds), number(plan.rate), stale, f"{plan.occupancy:.0%}", f"{plan.busy_fraction:.0%}",
             duration(plan.finish_seconds.p50), plan.bottleneck,
         )  # fmt: skip
     console = Console(width=max(width, 140))

@@ -13,6 +13,8 @@ from headrace.planner.search import FLAT, Candidate, Search
 
 _DIFFERENCE = 1.05
 """Factor up and down of the finite differences."""
+_BALANCED = 0.97
+"""Production / consumption at which neither side is said to limit."""
 _DEADLINE_SEARCH = 16
 """Times the devices asked for, up to which a deadline is tried."""
 
@@ -28,11 +30,13 @@ def why_not_better(plan: Plan, best: Plan) -> str:
 
 
 def _limit(plan: Plan) -> str:
-    production, consumption = f"{plan.production_rate:.3g}", f"{plan.consumption_rate:.3g}"
+    production, consumption = number(plan.production_rate), number(plan.consumption_rate)
     if plan.mode == "sync":
         parts = "all devices sample, then all learn" if plan.placement == "colocated" else "samplers and learner take turns"
         idle = f"samplers idle {_percent(plan.sampler_idle_fraction)} of the time" if plan.placement == "split" else f"occupancy {_percent(plan.occupancy)}"
         return f"Nothing overlaps: {parts}, and every batch waits for its longest rollout ({idle})."
+    if _BALANCED < plan.production_rate / plan.consumption_rate < 1 / _BALANCED:
+        return f"Both sides are balanced: {production} trajectories/s can be sampled, {consumption} learned."
     if plan.bottleneck == "learner":
         return f"The learner limits: {_devices(plan.num_learner_devices)} take {consumption} of the {production} trajectories/s that could be sampled."
     if plan.bottleneck == "admission":
@@ -130,6 +134,11 @@ def deadline_odds(request: Request, best: Plan) -> str | None:
     if deadline is None or not finish.p50 <= 3600 * deadline < finish.p90:
         return None
     return f"The deadline of {deadline:g} h is likely met (P50 {finish.p50 / 3600:.3g} h), not surely (P90 {finish.p90 / 3600:.3g} h)."
+
+
+def number(value: float) -> str:
+    """Three digits, without powers of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _devices(count: int) -> str:

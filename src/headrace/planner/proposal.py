@@ -17,7 +17,7 @@ from headrace.planner.search import TIE, Candidate, Search, adapted
 MAX_SIMULATED = 3
 MAX_ROLLOUTS = 200_000
 """Of all simulations of one proposal together."""
-_ROLLOUTS_A_DEVICE = 120
+_ROLLOUTS_A_DEVICE = 80
 _LEAST_ROLLOUTS = 20_000
 _TAIL = 0.95
 _CURVE_POINTS = 64
