@@ -107,7 +107,8 @@ def simulate_plan(profile: Profile, plan: Plan, max_rollouts: int) -> Simulated 
     num_updates = int(min(_MOST_UPDATES, max_rollouts / _in_a_run(plan) / (groups * plan.group_size)))
     if num_updates < _LEAST_UPDATES // 2:
         return None
-    settings = Settings.model_validate(merged(simulated_tree(profile), plan_tree(plan, num_updates=num_updates), {"run": {"num_samplers": 1}}))
+    few = {"run": {"num_samplers": 1, "num_learner_ranks": 1}}  # a plan's may be more than this machine's runtime starts
+    settings = Settings.model_validate(merged(simulated_tree(profile), plan_tree(plan, num_updates=num_updates), few))
     run = settings.run.model_copy(update={"num_samplers": samplers, "num_learner_ranks": plan.num_learner_devices})
     pool = settings.pool.model_copy(update={"groups_per_batch": groups})
     settings = settings.model_copy(update={"run": run, "pool": pool})
@@ -156,6 +157,15 @@ class SteadyMeter:
         start, end = self.window
         return max(end - start, 1e-12) / len(self.kept)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled."""
+        start, end = self.window
+        window = Windows((self.window,), cut_out=True)
+        active = [line for line in self._lines if line["event"] == "worker_active"]
+        sampled = sum(line["activity"]["sampled_tokens"] * window.share(line["time"], line["activity"]["seconds"]) for line in active)
+        return float(sampled / max(end - start, 1e-12))
+
     def staleness(self) -> StalenessSpread:
         histogram: dict[int, int] = {}
         for line in self.kept:
@@ -195,7 +205,7 @@ _OF_DEVICES = frozenset({"run_started", "worker_active", "updated", "selection_t
 
 
 def _finished(line: Line) -> float:
-    return float(line["time"] - line["finished_seconds_ago"])
+    return float(line["time"] - line.get("finished_seconds_ago", 0.0))
 
 
 def _weighted(plan: Plan, used: Mapping[str, Any]) -> Callable[[str], float]:

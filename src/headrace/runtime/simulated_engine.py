@@ -94,10 +94,15 @@ class DecodeEngine:
         """When so many steps of the stretch are done."""
         return self._since + self._seconds(steps)
 
+    @property
+    def period_seconds(self) -> float:
+        """Of one step of the stretch, with the gap before it."""
+        return self._fixed + self._gap + self._reading * self.context_tokens
+
     def steps_done(self, now: float) -> int:
         """Whole steps of the stretch by now."""
         elapsed = now - self._since - self._observation_seconds
-        each = self._fixed + self._gap + self._reading * self.context_tokens
+        each = self.period_seconds
         growth = self._reading * self.num_running
         if elapsed < each:
             return 0

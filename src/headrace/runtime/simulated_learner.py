@@ -41,7 +41,7 @@ class SimulatedLearner:
             statistics=tally.statistics(self._settings.learner.learning_rate),
             refused=None,
             seconds=seconds,
-            busy_seconds=seconds,
+            busy_seconds=seconds * self._model.learn_busy_fraction,
         )
 
     async def publish(self) -> WeightUpdate:

@@ -255,6 +255,14 @@ class SimulatedWorker:
             rollout.drawn[version] = rollout.drawn.get(version, 0) + count
 
     def _answered(self, rollout: _Rollout) -> None:
+        """Until the loop that decodes has noticed, steps pass; the last half one, on average, is until the next boundary."""
+        delay = max(0.0, self._model.answer_delay_steps - 0.5) * self.engine.period_seconds if self._state is _Engine.RUNNING else 0.0
+        if delay > 0:
+            rollout.timer = self._loop.call_later(delay, self._noticed, rollout)
+        else:
+            self._noticed(rollout)
+
+    def _noticed(self, rollout: _Rollout) -> None:
         rollout.wait_seconds += self._waits.end(rollout, clock.now())
         self._go_to_next_step(rollout)
 

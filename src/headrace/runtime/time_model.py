@@ -46,6 +46,8 @@ class TimeModel:
     """Tokens of one prompt or observation -> what computing them adds to the step in which they are."""
     gap_seconds: Callable[[int], float] = lambda running: 0.0
     """Between two decode steps: nothing is computed."""
+    answer_delay_steps: float = 0.0
+    """Decode steps from an environment's answer until its rollout is ready for the next one, where both share an event loop."""
     kv_capacity_tokens: int | None = None
     """Context tokens of all running sequences of one engine; None: memory is no limit."""
     capacity: int = 1
@@ -53,6 +55,8 @@ class TimeModel:
     saturated_tokens_per_second: float | None = None
     learn_seconds: Callable[[float, int], float]
     """(tokens of the trajectories of one minibatch, ranks) -> one update."""
+    learn_busy_fraction: float = 1.0
+    """Of an update's seconds, in forward, backward and optimizer."""
     handover_seconds: float = 0.0
     """The batch to the learner and the result back."""
     publish_seconds: float = 0.0
