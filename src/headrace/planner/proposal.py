@@ -18,7 +18,10 @@ MAX_SIMULATED = 3
 MAX_ROLLOUTS = 200_000
 """Of all simulations of one proposal together."""
 _ROLLOUTS_A_DEVICE = 80
-_LEAST_ROLLOUTS = 20_000
+_ROLLOUTS = 20_000
+_LEAST_ROLLOUTS = 6_000
+_COST_OF_A_STEP = 0.3
+"""Of simulating a further step of a rollout / of the whole rollout with its first one."""
 _TAIL = 0.95
 _CURVE_POINTS = 64
 
@@ -37,9 +40,10 @@ Simulate = Callable[[Profile, Plan, int], Simulated | None]
 """(profile of the plan's engines, plan, rollouts at most) -> how it went; None where it cannot be simulated."""
 
 
-def affordable_rollouts(num_gpus: int) -> int:
-    """For simulations that keep a proposal for 64 devices under 10 s, for 1,024 under 60 s."""
-    return min(MAX_ROLLOUTS, max(_LEAST_ROLLOUTS, _ROLLOUTS_A_DEVICE * num_gpus))
+def affordable_rollouts(num_gpus: int, steps: float = 1.0) -> int:
+    """For simulations that keep a proposal for 64 devices under 10 s, for 1,024 under 60 s; `steps` of one rollout, mean."""
+    dearer = 1.0 + _COST_OF_A_STEP * max(0.0, steps - 1.0)
+    return max(_LEAST_ROLLOUTS, int(min(MAX_ROLLOUTS, max(_ROLLOUTS, _ROLLOUTS_A_DEVICE * num_gpus)) / dearer))
 
 
 def make_proposal(profile: Profile, request: Request, *, simulate: Simulate | None = None, max_rollouts: int | None = None) -> Proposal:
@@ -57,7 +61,8 @@ def make_proposal(profile: Profile, request: Request, *, simulate: Simulate | No
         )  # fmt: skip
     pairs = [(each, _plan(search, each)) for each in found.candidates]
     if simulate is not None:
-        pairs = _checked(search, pairs, simulate, affordable_rollouts(request.num_gpus) if max_rollouts is None else max_rollouts)
+        affordable = affordable_rollouts(request.num_gpus, profile.distributions.steps.mean)
+        pairs = _checked(search, pairs, simulate, affordable if max_rollouts is None else min(max_rollouts, MAX_ROLLOUTS))
     best = pairs[0][1]
     plans = tuple(replace(plan, rank=rank) for rank, (_, plan) in enumerate(pairs, start=1))
     plans = tuple(replace(plan, why_not_better=why_not_better(plan, plans[0])) for plan in plans)

@@ -274,14 +274,8 @@ class Search:
         parallel, setup = candidate.tensor_parallel, candidate.setup
         if setup.mode == "async" and (gained := self._with_quorum(candidate)) is not None:
             candidate, setup, least = gained, gained.setup, (1 - TIE) * gained.rate
-        # few enough that samplers that outrun the learner do not fill the pool with what only grows old, but somewhat ahead of it
-        ahead = min(candidate.steady.production_rate, _AHEAD * candidate.steady.consumption_rate) * (1 - TIE) if setup.mode == "async" else 0.0
-
-        def enough(slots: int) -> bool:
-            tried = self.candidate(parallel, replace(setup, slots_per_sampler=slots))
-            return tried.rate >= least and tried.steady.production_rate >= ahead
-
-        slots = _first(1, setup.slots_per_sampler, enough)
+        # where admission holds the samplers back slots lie empty and cost nothing
+        slots = setup.slots_per_sampler if candidate.steady.bottleneck == "admission" else self._fewest_slots(candidate, least)
         setup = replace(setup, slots_per_sampler=slots)
         if setup.mode == "async":
             # a bound that rollouts outgrow while they are written would leave their tokens out of the loss
@@ -290,6 +284,17 @@ class Search:
             bound = _least(bounds, lambda bound: self.candidate(parallel, replace(setup, max_staleness=bound)).rate >= least)
             setup = replace(setup, max_staleness=bound)
         return self.candidate(parallel, setup)
+
+    def _fewest_slots(self, candidate: Candidate, least_rate: float) -> int:
+        """So few that samplers that outrun the learner do not fill the pool with what only grows old, but somewhat ahead of it."""
+        setup, steady = candidate.setup, candidate.steady
+        ahead = min(steady.production_rate, _AHEAD * steady.consumption_rate) * (1 - TIE) if setup.mode == "async" else 0.0
+
+        def enough(slots: int) -> bool:
+            tried = self.candidate(candidate.tensor_parallel, replace(setup, slots_per_sampler=slots))
+            return tried.rate >= least_rate and tried.steady.production_rate >= ahead
+
+        return _first(1, setup.slots_per_sampler, enough)
 
     def _with_quorum(self, candidate: Candidate) -> Candidate | None:
         size = self.request.group_size
