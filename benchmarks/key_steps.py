@@ -50,6 +50,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "marks": ("sampler.apply=key_steps",),
     "marks-paced": ("sampler.apply=key_steps", "pool.pace_key_steps=true"),
     "verify-key": VERIFY_KEYS,
+    "verify-key-quorum": (*VERIFY_KEYS, "pool.quorum=6"),
     "verify-all": ("pool.verify=all",),
     "verify-key-unclipped": (*VERIFY_KEYS, "learner.clip_low=0.999", "learner.clip_high=1000.0"),
     "verify-random": (*VERIFY_KEYS, *UNMARKED, "marks.function=task:random_marks"),
@@ -57,7 +58,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "verify-mirror": (*VERIFY_KEYS, *UNMARKED, "marks.rules=['observation:[^1-4]']"),
 }
 """Environment marks unless an arm says otherwise; every step's weights are the newest unless an arm says otherwise."""
-DECIDING = ("unmarked", "marks", "verify-key", "verify-all")
+DECIDING = ("unmarked", "marks", "verify-key", "verify-key-quorum", "verify-all")
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ class PoolSettings(Section):
     )
     verify: Verify = Field(Verify.OFF, description="Aged rollouts are checked under the newest weights before they are trained: key_steps, all tokens, off.")
     verify_after: int = Field(1, description="Updates a checked token may be old before its rollout is verified.", ge=0)
-    verify_rounds: int = Field(2, description="Verifications of one rollout at most; what is older after that is trained as it is.", ge=1, le=16)
+    verify_rounds: int = Field(8, description="Verifications of one rollout at most; what is older after that is trained as it is.", ge=1, le=16)
     verify_lenience: float = Field(
         1.0, description="Tokens are accepted with probability min(1, lenience x new / old); over 1 saves tokens and is no longer exact.", ge=1
     )

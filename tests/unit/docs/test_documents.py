@@ -52,6 +52,10 @@ def test_every_field_of_every_event_is_documented_and_no_other(event: type[event
     nested = {"updated": UpdateStatistics, "worker_active": WorkerActivity}.get(event.name)
     if nested is not None:
         expected += [field.name for field in dataclasses.fields(nested)]
+    base = event.__bases__[0]
+    if base is not events.Event:  # "The fields of `base`, and"
+        assert f"`{base.name}`, and" in event_section(event.name)
+        expected = [name for name in expected if name not in {field.name for field in dataclasses.fields(base)}]
     assert sorted(documented_fields(event_section(event.name))) == sorted(expected)
 
 
