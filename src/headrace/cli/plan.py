@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +16,15 @@ from headrace.planner.explain import number
 from headrace.planner.inputs import parse_what_if
 from headrace.planner.plan import Plan, Proposal, Request, overlay_toml, proposal_as_json, save_proposal, write_text
 from headrace.planner.profile import Profile, load_profile
-from headrace.planner.proposal import Simulate, Simulated, make_proposal
+from headrace.planner.proposal import Simulate, Simulated, Trial, make_proposal
 from headrace.report.picture import chart
 from headrace.report.progress import duration
 
 DEFAULT_GROUPS = 64
 """Of a batch, where neither the request nor the profile says."""
 DEFAULT_UPDATES = 100
+_ROLLOUTS_THAT_PAY = 7_000
+"""Simulated, from which on processes are started for them."""
 _SENSITIVE = 4
 """Inputs that people are told of."""
 
@@ -42,13 +48,19 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _simulate(output: Output) -> Simulate:
+    """One trial after the other, or side by side where that saves more than starting processes takes."""
     from headrace.planner.simulation import simulate_plan
 
-    def told(profile: Profile, plan: Plan, max_rollouts: int) -> Simulated | None:
-        output.say(f"simulating {plan.mode} {plan.split} (learner:sampler devices)")
-        return simulate_plan(profile, plan, max_rollouts)
+    def simulate(trials: Sequence[Trial]) -> Sequence[Simulated | None]:
+        output.say("simulating " + ", ".join(f"{plan.mode} {plan.split}" for _, plan, _ in trials) + " (learner:sampler devices)")
+        processes = min(len(trials), os.cpu_count() or 1)
+        if processes < 2 or sum(rollouts for _, _, rollouts in trials) < _ROLLOUTS_THAT_PAY:
+            return [simulate_plan(*trial) for trial in trials]
+        # Ctrl-C is the parent's to answer: leaving the block ends the others
+        with multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+            return pool.starmap(simulate_plan, trials, chunksize=1)
 
-    return told
+    return simulate
 
 
 def make_request(arguments: argparse.Namespace, profile: Profile) -> Request:

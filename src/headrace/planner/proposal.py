@@ -18,9 +18,9 @@ MAX_SIMULATED = 3
 MAX_ROLLOUTS = 200_000
 """Of all simulations of one proposal together."""
 _ROLLOUTS_A_DEVICE = 80
-_ROLLOUTS = 20_000
-_LEAST_ROLLOUTS = 6_000
-_COST_OF_A_STEP = 0.3
+_ROLLOUTS = 24_000
+_LEAST_ROLLOUTS = 8_000
+_COST_OF_A_STEP = 0.15
 """Of simulating a further step of a rollout / of the whole rollout with its first one."""
 _TAIL = 0.95
 _CURVE_POINTS = 64
@@ -36,12 +36,14 @@ class Simulated:
     busy_fraction: float
 
 
-Simulate = Callable[[Profile, Plan, int], Simulated | None]
-"""(profile of the plan's engines, plan, rollouts at most) -> how it went; None where it cannot be simulated."""
+Trial = tuple[Profile, Plan, int]
+"""(profile of the plan's engines, plan, rollouts at most)."""
+Simulate = Callable[[Sequence[Trial]], Sequence[Simulated | None]]
+"""How each went; None where it cannot be simulated."""
 
 
 def affordable_rollouts(num_gpus: int, steps: float = 1.0) -> int:
-    """For simulations that keep a proposal for 64 devices under 10 s, for 1,024 under 60 s; `steps` of one rollout, mean."""
+    """For simulations that keep a proposal for 64 devices under 10 s, for 1,024 under 60 s, on 2 cores; `steps` of one rollout, mean."""
     dearer = 1.0 + _COST_OF_A_STEP * max(0.0, steps - 1.0)
     return max(_LEAST_ROLLOUTS, int(min(MAX_ROLLOUTS, max(_ROLLOUTS, _ROLLOUTS_A_DEVICE * num_gpus)) / dearer))
 
@@ -108,12 +110,12 @@ def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: 
     """The best, the best synchronous one and the runner-up by simulation; plans of their mode are then corrected as the best of them was."""
     chosen = [0, *(index for index, (_, plan) in enumerate(pairs) if plan.mode == "sync" and index)][:2]
     chosen += [index for index in range(len(pairs)) if index not in chosen][: MAX_SIMULATED - len(chosen)]
+    chosen.sort()
+    trials = [(search.engine(pairs[index][0].tensor_parallel), pairs[index][1], max_rollouts // len(chosen)) for index in chosen]
     outcomes: dict[int, Simulated] = {}
-    for index in sorted(chosen):
-        candidate, plan = pairs[index]
-        outcome = simulate(search.engine(candidate.tensor_parallel), plan, max_rollouts // len(chosen))
+    for index, outcome in zip(chosen, simulate(trials), strict=True):
         if outcome is not None:
-            closed_form = _at_scale(search, candidate, outcome.verification).step_seconds
+            closed_form = _at_scale(search, pairs[index][0], outcome.verification).step_seconds
             outcomes[index] = replace(outcome, verification=replace(outcome.verification, closed_form_step_seconds=closed_form))
     corrections: dict[str, float] = {}
     for index, outcome in outcomes.items():

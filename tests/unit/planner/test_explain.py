@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from fakes.plan_profiles import plain_profile
 from headrace.planner.distributions import Distribution
 from headrace.planner.explain import sensitivity, why_not_better
-from headrace.planner.plan import Plan, Proposal, Request, StalenessSpread, Verification
+from headrace.planner.plan import Proposal, Request, StalenessSpread, Verification
 from headrace.planner.profile import Profile
-from headrace.planner.proposal import MAX_SIMULATED, Simulated, affordable_rollouts, make_proposal
+from headrace.planner.proposal import MAX_SIMULATED, Simulated, Trial, affordable_rollouts, make_proposal
 from headrace.planner.search import Search
 
 LONG_TAIL = Distribution.lognormal(1000, 900).capped(8000)
@@ -97,9 +98,9 @@ def simulated(seconds: float, *, rollouts: int = 20 * 512) -> Simulated:
 def test_simulation_corrects_what_it_checked_and_the_others_of_its_mode(proposal: Proposal) -> None:
     asked: list[tuple[str, int]] = []
 
-    def simulate(profile: Profile, plan: Plan, max_rollouts: int) -> Simulated:
-        asked.append((plan.mode, max_rollouts))
-        return simulated(plan.step_seconds * (1.2 if plan.mode == "async" else 1.1))
+    def simulate(trials: Sequence[Trial]) -> list[Simulated | None]:
+        asked.extend((plan.mode, most) for _, plan, most in trials)
+        return [simulated(plan.step_seconds * (1.2 if plan.mode == "async" else 1.1)) for _, plan, _ in trials]
 
     checked = make_proposal(proposal.profile, REQUEST, simulate=simulate, max_rollouts=3000)
     assert len(asked) == MAX_SIMULATED and {mode for mode, _ in asked} == {"sync", "async"} and {most for _, most in asked} == {1000}
@@ -117,16 +118,16 @@ def test_simulation_corrects_what_it_checked_and_the_others_of_its_mode(proposal
 def test_a_simulation_that_finds_the_runner_up_faster_changes_the_order(proposal: Proposal) -> None:
     best = proposal.plans[0]
 
-    def simulate(profile: Profile, plan: Plan, max_rollouts: int) -> Simulated:
-        return simulated(plan.step_seconds * (2.0 if plan.split == best.split and plan.mode == best.mode else 1.0))
+    def simulate(trials: Sequence[Trial]) -> list[Simulated | None]:
+        return [simulated(plan.step_seconds * (2.0 if plan.split == best.split and plan.mode == best.mode else 1.0)) for _, plan, _ in trials]
 
     checked = make_proposal(proposal.profile, REQUEST, simulate=simulate)
     assert checked.plans[0].split != best.split and checked.plans[0].verified_by == "simulation"
 
 
 def test_no_proposal_simulates_more_than_it_may() -> None:
-    assert [affordable_rollouts(devices) for devices in (1, 64, 1024, 100_000)] == [20_000, 20_000, 81_920, 200_000]
-    assert affordable_rollouts(64, steps=6.0) == 8000 and affordable_rollouts(64, steps=500.0) == 6000
+    assert [affordable_rollouts(devices) for devices in (1, 64, 1024, 100_000)] == [24_000, 24_000, 81_920, 200_000]
+    assert affordable_rollouts(64, steps=21.0) == 8000
 
 
 def test_estimates_are_marked_and_noted() -> None:
