@@ -4,12 +4,13 @@ takes: requests, announcements of weights    gives: reports    waits for: the cl
 woken by: an action that ends, an environment that answers, weights that arrive, a heartbeat while rollouts run
 
 It reports when, and what, rollout/worker.py reports (I11); the rollouts' tokens are only counted. One timer runs for the decode engine,
-whatever the batch, and one for each rollout that waits for its environment.
+whatever the batch: answers of environments join at the boundary between two steps that is next when they come, which is known before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Sequence
 from enum import Enum
 
@@ -41,7 +42,7 @@ class _Engine(Enum):
 class _Rollout:
     """One in flight."""
 
-    __slots__ = ("action", "drawn", "plan", "request", "started", "step", "timer", "tokens", "wait_seconds")
+    __slots__ = ("action", "drawn", "is_over", "plan", "request", "started", "step", "timer", "tokens", "wait_seconds")
 
     def __init__(self, request: RolloutRequest, plan: PlannedRollout, started: float) -> None:
         self.request, self.plan, self.started = request, plan, started
@@ -52,7 +53,9 @@ class _Rollout:
         self.action: Action | None = None
         """None while it waits for its environment."""
         self.timer: asyncio.TimerHandle | None = None
+        """Of the environment's last answer, with which it ends."""
         self.wait_seconds = 0.0
+        self.is_over = False
 
 
 class SimulatedWorker:
@@ -64,12 +67,16 @@ class SimulatedWorker:
         self._settings, self._model = settings, model
         self._rollouts: dict[RolloutKey, _Rollout] = {}
         self._waits = WaitingRollouts(settings.sampler.gather_seconds)
+        self._answers: list[tuple[float, int, bool, _Rollout]] = []
+        """When environments answer, earliest first: (time, order, noticed then, rollout)."""
+        self._num_answers = 0
         self._finished: list[FinishedRollout] = []
         self._changed = asyncio.Event()
         self._changed.set()  # the first report tells the room
         self._loop = asyncio.get_running_loop()
         self._state = _Engine.IDLE
         self._timer: asyncio.Handle | None = None
+        self._goes_on_soon = False
         self._due_steps = 0
         self._idle_since, self._idle_reason = clock.now(), "admission"
         self._newest = self._announced = self._taking_up = self.engine.version
@@ -154,12 +161,14 @@ class SimulatedWorker:
 
     def _on_timer(self) -> None:
         """What the engine's timer was set for has come."""
-        self._timer = None
+        self._timer, self._goes_on_soon = None, True
+        self._collect(clock.now())
         if self._state is _Engine.PAUSED:
             self._take_up()
         elif self._state is _Engine.RUNNING:
             for action in self.engine.advance(self._due_steps):
                 self._acted(action)
+        self._goes_on_soon = False
         self._go_on()
 
     def _go_on(self) -> None:
@@ -176,10 +185,14 @@ class SimulatedWorker:
         self._due_steps = self.engine.begin(now)
         if self._due_steps:
             self._state = _Engine.RUNNING
+            if self._answers and self.engine.num_running < self.engine.max_running:
+                self._due_steps = min(self._due_steps, self.engine.steps_done(self._answers[0][0]) + 1)
             self._timer = self._loop.call_at(self.engine.time_of(self._due_steps), self._on_timer)
         else:
             self._state, self._idle_since = _Engine.IDLE, now
             self._idle_reason = "environment" if self._rollouts else "admission"
+            if self._answers:
+                self._timer = self._loop.call_at(self._answers[0][0], self._on_timer)
 
     def _take_up(self) -> None:
         self.engine.take_up(self._taking_up, self._model.pause_seconds)
@@ -196,8 +209,10 @@ class SimulatedWorker:
     def _interrupt(self) -> None:
         """Something new waits for the next boundary between two steps."""
         if self._state is _Engine.IDLE:
-            if self._timer is None:  # a moment later: what else arrives now comes along
-                self._timer = self._loop.call_soon(self._on_timer)
+            if not self._goes_on_soon:  # a moment later: what else arrives now comes along
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer, self._goes_on_soon = self._loop.call_soon(self._on_timer), True
         elif self._state is _Engine.RUNNING and self._timer is not None:
             steps = self.engine.steps_done(clock.now()) + 1
             if steps < self._due_steps:
@@ -206,7 +221,8 @@ class SimulatedWorker:
                 self._timer = self._loop.call_at(self.engine.time_of(steps), self._on_timer)
 
     def _settle(self, now: float) -> None:
-        """Counts what has been decoded, or idled, by now."""
+        """Counts what has been decoded, idled or answered by now."""
+        self._collect(now)
         if self._state is _Engine.RUNNING:
             steps = min(self.engine.steps_done(now), self._due_steps - 1)  # the last one is the timer's
             self.engine.advance(steps)
@@ -241,11 +257,15 @@ class SimulatedWorker:
         self._note_drawn(rollout, action)
         step = rollout.plan.steps[rollout.step]
         self._expect_room()
-        if step.wait_seconds > 0:
-            self._waits.begin(rollout, clock.now())
-            rollout.timer = self._loop.call_later(step.wait_seconds, self._answered, rollout)
-        else:
+        if step.wait_seconds <= 0:
             self._go_to_next_step(rollout)
+            return
+        now = clock.now()
+        self._waits.begin(rollout, now)
+        if rollout.step + 1 < len(rollout.plan.steps):
+            self._answer_comes(now + step.wait_seconds, False, rollout)
+        else:
+            rollout.timer = self._loop.call_later(step.wait_seconds, self._noticed, rollout)
 
     def _note_drawn(self, rollout: _Rollout, action: Action) -> None:
         rollout.action = None
@@ -254,16 +274,26 @@ class SimulatedWorker:
         for version, count in action.drawn.items():
             rollout.drawn[version] = rollout.drawn.get(version, 0) + count
 
-    def _answered(self, rollout: _Rollout) -> None:
-        """Until the loop that decodes has noticed, steps pass; the last half one, on average, is until the next boundary."""
-        delay = max(0.0, self._model.answer_delay_steps - 0.5) * self.engine.period_seconds if self._state is _Engine.RUNNING else 0.0
-        if delay > 0:
-            rollout.timer = self._loop.call_later(delay, self._noticed, rollout)
-        else:
-            self._noticed(rollout)
+    def _answer_comes(self, time: float, noticed: bool, rollout: _Rollout) -> None:
+        heapq.heappush(self._answers, (time, self._num_answers, noticed, rollout))
+        self._num_answers += 1
 
-    def _noticed(self, rollout: _Rollout) -> None:
-        rollout.wait_seconds += self._waits.end(rollout, clock.now())
+    def _collect(self, now: float) -> None:
+        """Answers that have come by now. Until the loop that decodes has noticed one, steps pass; the last half one, on average, is until
+        the next boundary."""
+        while self._answers and self._answers[0][0] <= now:
+            time, _, noticed, rollout = heapq.heappop(self._answers)
+            if rollout.is_over:
+                continue
+            running = self._state is _Engine.RUNNING
+            delay = max(0.0, self._model.answer_delay_steps - 0.5) * self.engine.period_seconds if running and not noticed else 0.0
+            if delay > 0:
+                self._answer_comes(time + delay, True, rollout)
+            else:
+                self._noticed(rollout, time)
+
+    def _noticed(self, rollout: _Rollout, time: float | None = None) -> None:
+        rollout.wait_seconds += self._waits.end(rollout, clock.now() if time is None else time)
         self._go_to_next_step(rollout)
 
     def _go_to_next_step(self, rollout: _Rollout) -> None:
@@ -277,14 +307,16 @@ class SimulatedWorker:
         if rollout.action is not None:
             self.engine.drop(rollout.action)
             self._note_drawn(rollout, rollout.action)
-        elif rollout.timer is not None:
-            rollout.timer.cancel()
+        else:
+            if rollout.timer is not None:
+                rollout.timer.cancel()
             rollout.wait_seconds += self._waits.end(rollout, clock.now())
         self._end(rollout, EndReason.CANCELLED)
 
     def _end(self, rollout: _Rollout, reason: EndReason) -> None:
         request, now = rollout.request, clock.now()
         del self._rollouts[request.key]
+        rollout.is_over = True
         counts = tuple(VersionCount(version=version, unmarked=count, key=0) for version, count in sorted(rollout.drawn.items()))
         summary = TrajectorySummary(
             key=request.key,
@@ -317,11 +349,12 @@ class SimulatedWorker:
 
     def _expect_room(self) -> None:
         if self._room_check is None:
-            self._room_check = self._loop.call_later(ROOM_CHECK_SECONDS, self._check_room)
+            self._room_check = self._loop.call_later(ROOM_CHECK_SECONDS * self._model.heartbeat_seconds, self._check_room)
 
     def _check_room(self) -> None:
-        self._room_check = None
-        if self._room(clock.now()) > self._reported_room:
+        self._room_check, now = None, clock.now()
+        self._collect(now)
+        if self._room(now) > self._reported_room:
             self._changed.set()
 
     def _room(self, now: float) -> int:

@@ -69,4 +69,4 @@ class TimeModel:
     report_seconds: float = 0.0
     """Between two reports of a worker at least: what finishes meanwhile goes in one."""
     heartbeat_seconds: float = 1.0
-    """Between two signs of life of a worker that has rollouts in flight; the longer, the fewer events."""
+    """Between two signs of life of a worker that has rollouts in flight; the longer, the fewer events. New room is told 20 times as often."""
