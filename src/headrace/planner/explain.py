@@ -38,14 +38,14 @@ def _limit(plan: Plan) -> str:
     if _BALANCED < plan.production_rate / plan.consumption_rate < 1 / _BALANCED:
         return f"Both sides are balanced: {production} trajectories/s can be sampled, {consumption} learned."
     if plan.bottleneck == "learner":
-        return f"The learner limits: {_devices(plan.num_learner_devices)} take {consumption} of the {production} trajectories/s that could be sampled."
+        return f"The learner limits: {_devices(plan.num_learner_devices, 'take')} {consumption} of the {production} trajectories/s that could be sampled."
     if plan.bottleneck == "admission":
         admitted = (plan.max_staleness + 1) * plan.batch_trajectories
         return (
             f"Staleness limits: max_staleness {plan.max_staleness} admits {admitted:,} trajectories, so a sampler decodes {plan.running:.3g} at once "
             f"and {production} of the {consumption} trajectories/s come that the learner could take."
         )
-    return f"Sampling limits: {_devices(plan.num_sampler_devices)} finish {production} of the {consumption} trajectories/s that the learner could take."
+    return f"Sampling limits: {_devices(plan.num_sampler_devices, 'finish')} {production} of the {consumption} trajectories/s that the learner could take."
 
 
 def _remedy(plan: Plan, best: Plan) -> str:
@@ -141,8 +141,10 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count:,} devices"
+def _devices(count: int, verb: str = "") -> str:
+    if count != 1:
+        return f"{count:,} devices {verb}".rstrip()
+    return f"1 device {verb}{'es' if verb.endswith('sh') else 's' if verb else ''}".rstrip()
 
 
 def _percent(share: float) -> str:

@@ -7,7 +7,7 @@ counts (sync: their sum). What rollouts grow by during the run (drift) is integr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 
@@ -29,6 +29,10 @@ _LENGTH_ERROR = 0.15
 """Relative, of lengths that were assumed."""
 _DRIFT_ERROR = 0.5
 """Relative, of a measured drift that is carried on beyond what was measured."""
+_DRIFT_FADES = 2.0
+"""Times the updates measured after which most of a drift is over."""
+_SHRUNK = 0.25
+"""Of their mean, to which answers may shrink."""
 _EXTRAPOLATION = 0.05
 """Relative error added by each doubling beyond the measured batch or number of ranks."""
 
@@ -74,8 +78,8 @@ def finish_seconds(profile: Profile, setup: Setup, steady: Steady, num_updates: 
     seconds = np.zeros(_DRAWS)
     for part in range(_PARTS):
         update = (part + 0.5) / _PARTS * num_updates
-        grown = 1.0 + carried_on * lengths.drift_per_update * update / max(lengths.mean, 1e-9)
-        grown = answers * np.clip(grown, 0.1, max(1.0, lengths.most / max(lengths.mean, 1e-9)))
+        grown = 1.0 + carried_on * lengths.drift_per_update * _drifting(profile, update) / max(lengths.mean, 1e-9)
+        grown = answers * np.clip(grown, _SHRUNK, max(1.0, lengths.most / max(lengths.mean, 1e-9)))
         generating = steady.generate_seconds * decode ** generate_by["decode"] * grown ** generate_by["answers"]
         learning = steady.learn_seconds * learn * grown**learn_by
         seconds += generating + learning if steady.bottleneck == "both in turn" else np.maximum(generating, learning)
@@ -102,6 +106,21 @@ def _elasticities(profile: Profile, setup: Setup, steady: Steady) -> tuple[dict[
         if name == "answers":
             learn_by = math.log(update_seconds(changed, setup) / update_seconds(profile, setup)) / math.log(_STEP)
     return generate_by, learn_by
+
+
+def _drifting(profile: Profile, update: float) -> float:
+    """Updates that count for a drift at this one: it dies away beyond what was measured, which is all that is known of it."""
+    if profile.observed is None:
+        return update
+    fades = _DRIFT_FADES * profile.observed.num_updates
+    return fades * -math.expm1(-update / fades)
+
+
+def without_drift(profile: Profile) -> Profile:
+    """As it was measured, for good: what steady states are told of."""
+    lengths = profile.distributions
+    names = ("prompt_tokens", "answer_tokens", "steps", "tool_wait_seconds")
+    return profile.with_distributions(replace(lengths, **{name: replace(getattr(lengths, name), drift_per_update=0.0) for name in names}))
 
 
 def _doublings(value: float, measured: float) -> float:

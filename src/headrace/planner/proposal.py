@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace.planner.estimate import Steady, steady_state
 from headrace.planner.explain import deadline_missed, deadline_odds, flat_region, sensitivity, too_few_devices, why_not_better
-from headrace.planner.forecast import cost, finish_seconds
+from headrace.planner.forecast import cost, finish_seconds, without_drift
 from headrace.planner.inputs import apply_what_if
 from headrace.planner.plan import Plan, Proposal, RatePoint, Request, StalenessSpread, Verification
 from headrace.planner.profile import Profile
@@ -111,7 +111,8 @@ def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: 
     chosen = [0, *(index for index, (_, plan) in enumerate(pairs) if plan.mode == "sync" and index)][:2]
     chosen += [index for index in range(len(pairs)) if index not in chosen][: MAX_SIMULATED - len(chosen)]
     chosen.sort()
-    trials = [(search.engine(pairs[index][0].tensor_parallel), pairs[index][1], max_rollouts // len(chosen)) for index in chosen]
+    # drift is the forecast's: a simulated run is short and stands for the profile as it was measured
+    trials = [(without_drift(search.engine(pairs[index][0].tensor_parallel)), pairs[index][1], max_rollouts // len(chosen)) for index in chosen]
     outcomes: dict[int, Simulated] = {}
     for index, outcome in zip(chosen, simulate(trials), strict=True):
         if outcome is not None:
@@ -150,7 +151,9 @@ def _at_scale(search: Search, candidate: Candidate, shown: Verification) -> Stea
 
 
 def _corrected(search: Search, candidate: Candidate, plan: Plan, correction: float) -> Plan:
-    """With another step; `correction`: seconds of a step / those of the closed form."""
+    """With another step; `correction`: seconds of a step / those of the closed form. It is the limiting side's."""
+    side = "consumption_rate" if plan.bottleneck == "learner" else "production_rate"
+    plan = replace(plan, **{side: getattr(candidate.steady, side) / correction})
     finish = finish_seconds(search.engine(candidate.tensor_parallel), candidate.setup, candidate.steady, plan.num_updates, correction=correction)
     price = cost(finish, search.request.num_gpus, search.request.price_per_gpu_hour)
     return replace(plan, step_seconds=candidate.steady.step_seconds * correction, finish_seconds=finish, cost=price)

@@ -274,21 +274,25 @@ class Search:
         parallel, setup = candidate.tensor_parallel, candidate.setup
         if setup.mode == "async" and (gained := self._with_quorum(candidate)) is not None:
             candidate, setup, least = gained, gained.setup, (1 - TIE) * gained.rate
+        if setup.mode == "sync":  # never more than a batch
+            return self.candidate(parallel, replace(setup, slots_per_sampler=min(setup.slots_per_sampler, self._share_of_batch(setup))))
         # where admission holds the samplers back slots lie empty and cost nothing
         slots = setup.slots_per_sampler if candidate.steady.bottleneck == "admission" else self._fewest_slots(candidate, least)
         setup = replace(setup, slots_per_sampler=slots)
-        if setup.mode == "async":
-            # a bound that rollouts outgrow while they are written would leave their tokens out of the loss
-            aged = _AGE_MARGIN * self.candidate(parallel, setup).steady.staleness.in_flight
-            bounds = [bound for bound in self.bounds() if bound >= aged] or [setup.max_staleness]
-            bound = _least(bounds, lambda bound: self.candidate(parallel, replace(setup, max_staleness=bound)).rate >= least)
-            setup = replace(setup, max_staleness=bound)
-        return self.candidate(parallel, setup)
+        # a bound that rollouts outgrow while they are written would leave their tokens out of the loss
+        aged = _AGE_MARGIN * self.candidate(parallel, setup).steady.staleness.in_flight
+        bounds = [bound for bound in self.bounds() if bound >= aged] or [setup.max_staleness]
+        bound = _least(bounds, lambda bound: self.candidate(parallel, replace(setup, max_staleness=bound)).rate >= least)
+        return self.candidate(parallel, replace(setup, max_staleness=bound))
+
+    def _share_of_batch(self, setup: Setup) -> int:
+        """Of one sampler."""
+        return math.ceil(setup.batch_trajectories / setup.num_samplers)
 
     def _fewest_slots(self, candidate: Candidate, least_rate: float) -> int:
         """So few that samplers that outrun the learner do not fill the pool with what only grows old, but somewhat ahead of it."""
         setup, steady = candidate.setup, candidate.steady
-        ahead = min(steady.production_rate, _AHEAD * steady.consumption_rate) * (1 - TIE) if setup.mode == "async" else 0.0
+        ahead = min(steady.production_rate, _AHEAD * steady.consumption_rate) * (1 - TIE)
 
         def enough(slots: int) -> bool:
             tried = self.candidate(candidate.tensor_parallel, replace(setup, slots_per_sampler=slots))

@@ -10,9 +10,9 @@ from fakes.plan_profiles import plain_profile
 from headrace.planner import forecast
 from headrace.planner.distributions import Distribution
 from headrace.planner.estimate import Setup, steady_state
-from headrace.planner.forecast import cost, finish_seconds
+from headrace.planner.forecast import cost, finish_seconds, without_drift
 from headrace.planner.plan import Spread
-from headrace.planner.profile import Profile
+from headrace.planner.profile import Observed, Profile
 
 SETUP = Setup(mode="async", placement="split", num_samplers=4, num_learner_ranks=4, slots_per_sampler=64, batch_trajectories=512, max_staleness=16)
 
@@ -69,3 +69,25 @@ def test_growth_ends_at_the_longest_answer() -> None:
 def test_cost_counts_every_device_for_as_long_as_the_run_takes() -> None:
     assert cost(Spread(p10=1800.0, p50=3600.0, p90=7200.0), 8, 2.5) == Spread(p10=10.0, p50=20.0, p90=40.0)
     assert cost(Spread(p50=1.0, p90=1.0), 8, None) is None
+
+
+def test_a_measured_drift_dies_away_beyond_what_was_measured() -> None:
+    lengths = replace(Distribution.constant(1000.0), quantiles=((0.0, 1000.0), (0.999, 1000.0), (1.0, 9000.0)), drift_per_update=10.0)
+    still = plain_profile(floor_seconds=0.0, seconds_per_sequence=1e-3, learn_seconds_per_token=1e-9)
+    growing = still.with_distributions(replace(still.distributions, answer_tokens=lengths))
+    seen = Observed(
+        mode="async", placement="split", num_sampler_devices=1, num_learner_devices=1, slots_per_sampler=64, batch_trajectories=512, max_staleness=8,
+        num_updates=10, step_seconds=1.0, trajectories_per_second=1.0, mean_in_flight=1.0, rollout_seconds=1.0, staleness_mean=1.0,
+        learner_busy_fraction=0.5, sampler_busy_fraction=0.5, mean_running=1.0,
+    )  # fmt: skip
+    measured = replace(growing, observed=seen)
+    # ten updates were seen: at most twice as many count, 200 tokens more
+    assert finish(measured, updates=1000).p50 / finish(still, updates=1000).p50 == pytest.approx(1.2, rel=0.03)
+    assert finish(growing, updates=300).p50 > 1.8 * finish(still, updates=300).p50
+
+
+def test_simulations_see_a_profile_that_does_not_drift() -> None:
+    profile = plain_profile(answers=replace(Distribution.lognormal(100, 50), drift_per_update=3.0))
+    stripped = without_drift(profile)
+    assert stripped.distributions.answer_tokens.drift_per_update == 0.0
+    assert stripped.distributions.answer_tokens.quantiles == profile.distributions.answer_tokens.quantiles
