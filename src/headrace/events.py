@@ -406,7 +406,8 @@ class EventLog:
         if self._start is None:
             self._start = self._clock()
         line = {"event": event.name, "time": round(self._clock() - self._start, 4), **_plain(event)}
-        self._write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        if self._file is not None:
+            self._write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         for subscriber in list(self._subscribers):
             try:
                 subscriber(line)
