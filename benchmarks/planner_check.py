@@ -1,9 +1,10 @@
 """A finished run against its own simulation: profile it, simulate the same settings, compare.
 
-    python benchmarks/planner_check.py RUN [RUN ...] [--seeds 3] [--json]
+    python benchmarks/planner_check.py RUN [RUN ...] [--profile PROFILE] [--seeds 3] [--json]
 
 What is predicted comes from the profile alone (decode steps, updates, lengths, waits); how long the run took, how stale its tokens were
-and how full its devices were do not enter. Evaluations share the machine with a real run and are not simulated.
+and how full its devices were do not enter. With --profile it is another run's: only the setup is RUN's. Evaluations share the machine
+with a real run and are not simulated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from headrace.config_loading import make_settings
 from headrace.events import read_events
 from headrace.planner.measure import measure
+from headrace.planner.profile import Profile, load_profile
 from headrace.planner.simulation import SteadyMeter, merged, observed_tree, simulated_tree
 from headrace.planner.time_model import time_model
 from headrace.runtime.simulated import simulate
@@ -40,12 +42,13 @@ def figures(meter: SteadyMeter) -> dict[str, float]:
     }
 
 
-def check(run: Path, seeds: int) -> list[dict[str, Any]]:
-    profile = measure(run)
+def check(run: Path, seeds: int, other: Profile | None) -> list[dict[str, Any]]:
+    own = measure(run)
+    profile = own if other is None else other
     measured = SteadyMeter(num_updates=0)
     for line in read_events(run / "events.jsonl"):
         measured.add(line)
-    settings = make_settings(merged(simulated_tree(profile), observed_tree(profile)), file=str(run))
+    settings = make_settings(merged(simulated_tree(profile), observed_tree(own)), file=str(run))
     predictions = []
     for seed in range(seeds):
         meter = SteadyMeter(num_updates=settings.run.num_updates)
@@ -65,10 +68,12 @@ def check(run: Path, seeds: int) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path)
+    parser.add_argument("--profile", type=Path, help="of another run (default: of RUN itself)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows = [row for run in arguments.runs for row in check(run, arguments.seeds)]
+    other = None if arguments.profile is None else load_profile(arguments.profile)
+    rows = [row for run in arguments.runs for row in check(run, arguments.seeds, other)]
     out = sys.stderr if arguments.json else sys.stdout
     print(f"{'run':24}{'figure':20}{'measured':>10}{'predicted':>11}{'error':>8}", file=out)
     for row in rows:
