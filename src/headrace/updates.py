@@ -82,6 +82,8 @@ class UpdateStatistics:
     padded_tokens: int
     """Forward tokens, padding included."""
     reference_kl: float | None = None
+    key_staleness_histogram: Mapping[int, int] = field(default_factory=dict)
+    """updates -> trained tokens of key steps"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,7 @@ def test_verified_key_steps_count_with_their_verified_staleness(model_path: Path
     s = result.statistics
     assert s is not None
     assert (dict(s.staleness_histogram), s.key_staleness_mean) == ({0: 3, 1: 2, VERSION: 3}, VERSION / 2)
+    assert dict(s.key_staleness_histogram) == {0: 3, VERSION: 3}
 
 
 def test_verified_logprobs_equal_to_the_learners_give_the_plain_policy_gradient(model_path: Path) -> None:

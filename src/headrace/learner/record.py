@@ -179,7 +179,6 @@ class SelectionRecord:
         trained_A = state_A[state_A >= 0]
         key_A = state_A[(state_A >= 0) & self._batch.key_A]
         mean_ratio = sums.ratio / sums.kept
-        staleness, counts = np.unique(trained_A, return_counts=True)
         return UpdateStatistics(
             loss=sums.loss / len(self._norms),
             gradient_norm=float(np.mean(self._norms)),
@@ -194,11 +193,18 @@ class SelectionRecord:
             masked_fraction=1.0 - sums.kept / sums.weighed,
             staleness_mean=float(trained_A.mean()),
             staleness_max=int(trained_A.max()),
-            staleness_histogram=dict(zip(staleness.tolist(), counts.tolist(), strict=True)),
+            staleness_histogram=_histogram(trained_A),
             key_staleness_mean=float(key_A.mean()) if len(key_A) else None,
             key_staleness_max=int(key_A.max()) if len(key_A) else None,
             trained_tokens=len(trained_A),
             trained_trajectories=sum(outcome.trained_tokens > 0 for outcome in outcomes),
             padded_tokens=round(sums.padded_tokens),
             reference_kl=sums.reference_kl / sums.kept if self._has_reference else None,
+            key_staleness_histogram=_histogram(key_A),
         )
+
+
+def _histogram(ages_A: NDArray[np.int64]) -> dict[int, int]:
+    """Updates -> tokens."""
+    ages, counts = np.unique(ages_A, return_counts=True)
+    return dict(zip(ages.tolist(), counts.tolist(), strict=True))

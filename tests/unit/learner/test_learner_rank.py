@@ -122,6 +122,7 @@ def test_unmarked_tokens_over_the_bound_are_skipped_and_key_steps_are_not(model_
     assert dict(s.staleness_histogram) == {1: 2, 2: 3, 9: 4}
     assert (s.staleness_mean, s.staleness_max) == (pytest.approx((2 + 6 + 36) / 9), 9)
     assert (s.key_staleness_mean, s.key_staleness_max) == (pytest.approx((6 + 36) / 7), 9)
+    assert dict(s.key_staleness_histogram) == {2: 3, 9: 4}
     assert (s.trained_tokens, s.trained_trajectories) == (9, 2)
 
 
