@@ -20,6 +20,7 @@ MAX_ROLLOUTS = 200_000
 _ROLLOUTS_A_DEVICE = 80
 _ROLLOUTS = 24_000
 _LEAST_ROLLOUTS = 8_000
+_SHORT_UPDATES = 14
 _COST_OF_A_STEP = 0.15
 """Of simulating a further step of a rollout / of the whole rollout with its first one."""
 _TAIL = 0.95
@@ -63,8 +64,7 @@ def make_proposal(profile: Profile, request: Request, *, simulate: Simulate | No
         )  # fmt: skip
     pairs = [(each, _plan(search, each)) for each in found.candidates]
     if simulate is not None:
-        affordable = affordable_rollouts(request.num_gpus, profile.distributions.steps.mean)
-        pairs = _checked(search, pairs, simulate, affordable if max_rollouts is None else min(max_rollouts, MAX_ROLLOUTS))
+        pairs = _checked(search, pairs, simulate, max_rollouts)
     best = pairs[0][1]
     plans = tuple(replace(plan, rank=rank) for rank, (_, plan) in enumerate(pairs, start=1))
     plans = tuple(replace(plan, why_not_better=why_not_better(plan, plans[0])) for plan in plans)
@@ -106,13 +106,16 @@ def _staleness(profile: Profile, candidate: Candidate) -> StalenessSpread:
     return StalenessSpread(mean=steady.mean, p95=min(bound, max(high, steady.mean)), max=min(bound, float(math.ceil(most))), in_flight=steady.in_flight)
 
 
-def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: Simulate, max_rollouts: int) -> list[tuple[Candidate, Plan]]:
+def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: Simulate, max_rollouts: int | None) -> list[tuple[Candidate, Plan]]:
     """The best, the best synchronous one and the runner-up by simulation; plans of their mode are then corrected as the best of them was."""
     chosen = [0, *(index for index, (_, plan) in enumerate(pairs) if plan.mode == "sync" and index)][:2]
     chosen += [index for index in range(len(pairs)) if index not in chosen][: MAX_SIMULATED - len(chosen)]
     chosen.sort()
     # drift is the forecast's: a simulated run is short and stands for the profile as it was measured
-    trials = [(without_drift(search.engine(pairs[index][0].tensor_parallel)), pairs[index][1], max_rollouts // len(chosen)) for index in chosen]
+    trials = [
+        (without_drift(search.engine(pairs[index][0].tensor_parallel)), pairs[index][1], _rollouts(search, pairs[index][1], max_rollouts, len(chosen)))
+        for index in chosen
+    ]
     outcomes: dict[int, Simulated] = {}
     for index, outcome in zip(chosen, simulate(trials), strict=True):
         if outcome is not None:
@@ -129,6 +132,16 @@ def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: 
     fastest = max(plan.rate for _, plan in checked)
     first = next(pair for pair in checked if pair[1].rate >= (1 - TIE) * fastest)
     return [first, *sorted((pair for pair in checked if pair is not first), key=lambda pair: -pair[1].rate)]
+
+
+def _rollouts(search: Search, plan: Plan, most: int | None, count: int) -> int:
+    """Of one of `count` simulations: an even share, and where nothing was asked for at least what one sampler does in a short run."""
+    if most is not None:
+        return min(most, MAX_ROLLOUTS) // count
+    share = affordable_rollouts(search.request.num_gpus, search.profile.distributions.steps.mean) // count
+    one_sampler = math.ceil(plan.batch_trajectories / plan.num_samplers / plan.group_size) * plan.group_size
+    begun = 1.0 + (plan.max_staleness + 1) / _SHORT_UPDATES
+    return min(MAX_ROLLOUTS // count, max(share, math.ceil(_SHORT_UPDATES * one_sampler * begun)))
 
 
 def _correction(outcome: Simulated) -> float:
