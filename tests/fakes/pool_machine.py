@@ -19,7 +19,7 @@ from fakes.pool_runs import finished, outcome, pool_settings, version
 from headrace.clock import VirtualClockLoop
 from headrace.config import Advantage, Settings
 from headrace.errors import InvariantError
-from headrace.pool.pool import ExperiencePool, PoolClosedError, Retirement
+from headrace.pool.pool import MAX_LOSSES, ExperiencePool, PoolClosedError, Retirement
 from headrace.types import EndReason, FinishedRollout, RetireReason, RolloutKey, Task
 from headrace.updates import MemberOutcome, Selection, UpdateResult
 
@@ -279,7 +279,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.rewards.setdefault(key.group_id, {})[key.member] = reward
             self.came_back(key, out)
         if result.retry is not None:
-            assert result.retry == key._replace(attempt=key.attempt + 1) and result.retry.attempt < self.settings.rollout.max_attempts
+            assert result.retry == key._replace(attempt=key.attempt + 1) and result.retry.attempt < self.settings.rollout.max_attempts + MAX_LOSSES
             self.out[result.retry] = Out(out.worker)
 
     def came_back(self, key: RolloutKey, out: Out) -> None:

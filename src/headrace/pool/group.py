@@ -38,6 +38,8 @@ class Group:
     """Of the batches that the learner has."""
     lost: int = 0
     """Failed for good and counted in no batch yet."""
+    losses: dict[int, int] = field(default_factory=dict)
+    """Member -> attempts that ended with their worker, which is not the task's fault."""
     workers: dict[int, str] = field(default_factory=dict)
     """Member -> the worker that delivered it and can verify it."""
     rewards: dict[int, float] = field(default_factory=dict)

@@ -38,6 +38,9 @@ from headrace.updates import SelectedMember, Selection, UpdateResult
 # Trying again cannot help: the same prompt stays too long, the run has ended.
 _NOT_RETRIED = frozenset({EndReason.PROMPT_TOO_LONG, EndReason.CANCELLED})
 
+MAX_LOSSES = 3
+"""Attempts at one member that may end with their worker and count for nothing: one that kills every worker must end, too."""
+
 
 _BEST_FIRST = (RetireReason.TRAINED, RetireReason.SKIPPED, RetireReason.FILTERED, RetireReason.EXPIRED, RetireReason.VOID)
 
@@ -242,7 +245,7 @@ class ExperiencePool:
         if not summary.failed:
             group.accept(finished, worker)
             self._num_delivered += before is None
-        elif self._may_retry(summary):
+        elif self._may_retry(group, summary):
             retry = summary.key._replace(attempt=summary.key.attempt + 1)
             group.in_flight[member] = retry.attempt
             group.issued_seconds[member] = now()
@@ -255,7 +258,8 @@ class ExperiencePool:
         return AddResult(task=group.task, retry=retry, group_complete=complete, verified=before is not None)
 
     def worker_lost(self, worker: str, keys: Sequence[RolloutKey]) -> tuple[AddResult, ...]:
-        """A worker died with these rollouts in flight: what it drew for them becomes failed.worker_lost, they are tried again.
+        """A worker died with these rollouts in flight: what it drew for them becomes failed.worker_lost, they are tried again, which does
+        not count as an attempt of theirs up to MAX_LOSSES times.
 
         What it was verifying is served as it had been delivered, whether `keys` names it or not; nothing it delivered is verified any more.
         """
@@ -288,8 +292,14 @@ class ExperiencePool:
             return group
         raise InvariantError(f"rollout {tuple(key)} is not in flight: it came back twice, or was never reserved.")
 
-    def _may_retry(self, summary: TrajectorySummary) -> bool:
-        return self._closed is None and summary.end_reason not in _NOT_RETRIED and summary.key.attempt + 1 < self._settings.rollout.max_attempts
+    def _may_retry(self, group: Group, summary: TrajectorySummary) -> bool:
+        if self._closed is not None or summary.end_reason in _NOT_RETRIED:
+            return False
+        losses = group.losses.get(summary.key.member, 0)
+        if summary.end_reason is EndReason.WORKER_LOST:
+            group.losses[summary.key.member] = losses = losses + 1
+            return losses <= MAX_LOSSES
+        return summary.key.attempt + 1 - min(losses, MAX_LOSSES) < self._settings.rollout.max_attempts
 
     def _settle(self, group: Group, end: str) -> bool:
         """After a member came back: the group may be ready now, or leave. True when none of its members is out."""

@@ -7,7 +7,7 @@ import pytest
 from fakes.pool_runs import TASK, finished, learned, pool_settings, version
 from headrace.clock import run_virtual
 from headrace.errors import LedgerError
-from headrace.pool.pool import ExperiencePool, GroupReservation
+from headrace.pool.pool import MAX_LOSSES, ExperiencePool, GroupReservation
 from headrace.types import EndReason, RolloutKey
 
 SETTINGS = pool_settings(pool={"groups_per_batch": 1, "max_staleness": 1}, rollout={"max_attempts": 2})
@@ -163,5 +163,29 @@ def test_failed_key_steps_are_booked_by_reason() -> None:
         pool.ledger.check()
         key_steps = pool.ledger.snapshot(at_update=0, lineage=0)["key_steps"]
         assert key_steps["offered"] == 1 and key_steps["failed"] == {"environment_error": 1}
+
+    run_virtual(main())
+
+
+def test_attempts_that_end_with_their_worker_do_not_count_but_are_bounded() -> None:
+    async def main() -> None:
+        pool = ExperiencePool(SETTINGS)
+        key, other = reserved(pool).keys
+        for _ in range(MAX_LOSSES):
+            (result,) = pool.worker_lost("a", [key])
+            assert result.retry is not None
+            key = result.retry
+        key_after_failure = pool.add(finished(key, versions={}, end=EndReason.ENVIRONMENT_ERROR), worker="a").retry
+        assert key_after_failure is not None, "the first failure of the task's own: rollout.max_attempts is 2"
+        assert pool.add(finished(key_after_failure, versions={}, end=EndReason.ENVIRONMENT_ERROR), worker="a").retry is None
+        for _ in range(MAX_LOSSES):
+            (result,) = pool.worker_lost("a", [other])
+            assert result.retry is not None
+            other = result.retry
+        assert pool.worker_lost("a", [other])[0].retry is None, "one that kills every worker ends, too"
+        pool.ledger.check()
+        snapshot = pool.ledger.snapshot(at_update=0, lineage=0)
+        assert snapshot["trajectories"]["failed"] == {"environment_error": 2, "worker_lost": 2 * MAX_LOSSES + 1}
+        assert snapshot["groups"]["failed"] == {"worker_lost": 1}
 
     run_virtual(main())
