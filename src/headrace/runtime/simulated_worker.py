@@ -98,7 +98,10 @@ class SimulatedWorker:
             if request.key in self._rollouts:
                 raise InvariantError(f"{self.name}: {request.key} was started twice.")
             rollout = self._rollouts[request.key] = _Rollout(request, self._model.plan_rollout(request, version), now)
-            self._act(rollout)
+            if (delay := self._notice_seconds()) > 0:  # the environment's reset is an answer too
+                self._answer_comes(now + delay, True, rollout)
+            else:
+                self._act(rollout)
         self._expect_room()
         if self._rollouts and self._heartbeat is None:
             self._heartbeat = self._loop.call_later(self._model.heartbeat_seconds, self._beat)
@@ -221,8 +224,9 @@ class SimulatedWorker:
                 self._timer = self._loop.call_at(self.engine.time_of(steps), self._on_timer)
 
     def _settle(self, now: float) -> None:
-        """Counts what has been decoded, idled or answered by now."""
-        self._collect(now)
+        """Counts what has been decoded, idled or answered by now; what is noticed between two steps waits for that."""
+        if self._model.answer_delay_steps == 0:
+            self._collect(now)
         if self._state is _Engine.RUNNING:
             steps = min(self.engine.steps_done(now), self._due_steps - 1)  # the last one is the timer's
             self.engine.advance(steps)
@@ -278,19 +282,24 @@ class SimulatedWorker:
         heapq.heappush(self._answers, (time, self._num_answers, noticed, rollout))
         self._num_answers += 1
 
+    def _notice_seconds(self) -> float:
+        """From an answer until the loop that decodes has noticed; the last half step, on average, is until the next boundary."""
+        steps = max(0.0, self._model.answer_delay_steps - 0.5)
+        return steps * self.engine.period_seconds if self._state is _Engine.RUNNING else 0.0
+
     def _collect(self, now: float) -> None:
-        """Answers that have come by now. Until the loop that decodes has noticed one, steps pass; the last half one, on average, is until
-        the next boundary."""
+        """Answers that have come by now."""
         while self._answers and self._answers[0][0] <= now:
             time, _, noticed, rollout = heapq.heappop(self._answers)
             if rollout.is_over:
                 continue
-            running = self._state is _Engine.RUNNING
-            delay = max(0.0, self._model.answer_delay_steps - 0.5) * self.engine.period_seconds if running and not noticed else 0.0
+            delay = 0.0 if noticed else self._notice_seconds()
             if delay > 0:
                 self._answer_comes(time + delay, True, rollout)
+            elif rollout in self._waits:
+                self._noticed(rollout, now if noticed else time)
             else:
-                self._noticed(rollout, time)
+                self._act(rollout)
 
     def _noticed(self, rollout: _Rollout, time: float | None = None) -> None:
         rollout.wait_seconds += self._waits.end(rollout, clock.now() if time is None else time)
@@ -310,7 +319,8 @@ class SimulatedWorker:
         else:
             if rollout.timer is not None:
                 rollout.timer.cancel()
-            rollout.wait_seconds += self._waits.end(rollout, clock.now())
+            if rollout in self._waits:
+                rollout.wait_seconds += self._waits.end(rollout, clock.now())
         self._end(rollout, EndReason.CANCELLED)
 
     def _end(self, rollout: _Rollout, reason: EndReason) -> None:
@@ -353,7 +363,7 @@ class SimulatedWorker:
 
     def _check_room(self) -> None:
         self._room_check, now = None, clock.now()
-        self._collect(now)
+        self._settle(now)
         if self._room(now) > self._reported_room:
             self._changed.set()
 
@@ -401,6 +411,9 @@ class WaitingRollouts:
         """Returns how long it waited."""
         self._fresh.pop(rollout, None)
         return now - self._since.pop(rollout)
+
+    def __contains__(self, rollout: _Rollout) -> bool:
+        return rollout in self._since
 
     def num_long(self, now: float) -> int:
         while self._fresh and now - self._since[first := next(iter(self._fresh))] > self._patience:
