@@ -96,7 +96,7 @@ def too_few_devices(search: Search) -> str:
     billions = search.profile.model.num_parameters / 1e9
     least = max(parallel, learner)
     return (
-        f"{_devices(asked)} are too few: one sampler takes {parallel}, and weights, gradients and optimizer states of {billions:.3g} billion "
+        f"{_devices(asked)} {'is' if asked == 1 else 'are'} too few: one sampler takes {parallel}, and weights, gradients and optimizer states of {billions:.3g} billion "
         f"parameters take {learner} to learn. At least {least} are needed in sync mode, {parallel + learner} in async mode."
     )
 

@@ -152,10 +152,16 @@ class Search:
         return sorted({bound for bound in (1, 2, 4, 8, 16, 32, 64, most) if 0 < bound <= most})
 
     def _best_ranks(self, batch: int) -> list[int]:
-        """Learner ranks to use of 0, 1, 2, ... available ones: more do not always learn faster, gradients must be exchanged."""
+        """Learner ranks to use of 0, 1, 2, ... available ones: more do not always learn faster, gradients must be exchanged.
+
+        Each has a trajectory at least.
+        """
         setup = self._setup(mode="sync", engines=1, ranks=1, slots=1, batch=batch, bound=0)
         chosen, best, least = [0], math.inf, self.least_learner_devices
         for ranks in range(1, self.request.num_gpus + 1):
+            if ranks > max(batch, least):
+                chosen.append(chosen[-1])
+                continue
             seconds = update_seconds(self.profile, replace(setup, num_learner_ranks=ranks))
             better = seconds < best or ranks <= least
             chosen.append(ranks if better else chosen[-1])

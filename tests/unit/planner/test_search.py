@@ -57,6 +57,11 @@ def test_learner_that_exchanging_gradients_slows_down_leaves_devices_idle() -> N
     assert chosen.setup.num_learner_ranks == 1
 
 
+def test_no_learner_rank_is_without_a_trajectory() -> None:
+    plans = found(plain_profile(learn_seconds_per_token=1.0), 40, batch=16).candidates
+    assert max(each.setup.num_learner_ranks for each in plans if each.setup.placement == "split") == 16
+
+
 def test_asynchronous_loses_where_one_side_is_all_the_work() -> None:
     """Generation alone counts, and all devices of a colocated run do it; an asynchronous split gives one away."""
     profile = plain_profile(floor_seconds=0.0, seconds_per_sequence=1e-3, learn_seconds_per_token=1e-12)
