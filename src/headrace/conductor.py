@@ -2,7 +2,7 @@
 
     roll_out   takes: room at a worker, admission by the pool, the next task   gives: requests to workers
                waits for: room, admission                                      woken by: reports, retirements
-    collect    takes: a worker's reports                                       gives: trajectories to the pool
+    collect    takes: a worker's reports                                       gives: trajectories to the pool; what a lost one had to others
                waits for: the worker                                           woken by: its messages
     learn      takes: a batch from the pool                                    gives: updates; announces weights; retires
                waits for: the pool, the learner                                woken by: additions, results
@@ -14,6 +14,9 @@
 Synchronous is the same loops with a bound of 0: admission lets exactly one batch out, `learn` waits until every sampler has
 taken up the update, and only then retires the batch, which frees the admission for the next one. Whoever moves `retire`
 before the acknowledgement breaks I6 at max_staleness 0.
+
+Every wait for somebody else has a name and a limit. `roll_out` and `verify` wait for the pool without one of their own: when they stand
+still no batch comes together, which `learn` notices.
 """
 
 from __future__ import annotations
@@ -22,32 +25,25 @@ import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace import events as ev
 from headrace.clock import Waits, now
 from headrace.config import Settings, Verify
-from headrace.errors import first_error
+from headrace.errors import HeadraceError, WaitTimeoutError, WorkerLostError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
+from headrace.pool.group import lost_rollout
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
 from headrace.setbacks import Setbacks
+from headrace.supervision import Restart, Supervision
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
 from headrace.updates import Selection, UpdateResult
+from headrace.workers import Workers, WorkerState
 
 _WATCHDOG_SECONDS = 10.0
 _LEVELS_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """What the conductor knows of one worker."""
-
-    worker: RolloutWorker
-    version: PolicyVersion
-    room: int = 0
-    in_flight: int = 0
-    longest_wait: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +54,8 @@ class Roles:
     workers: Sequence[RolloutWorker]
     learner: Learner
     evaluator: Evaluator | None
+    restart: Restart | None = None
+    """Of a lost worker or evaluator; None: each loss ends the run."""
 
 
 class Conductor:
@@ -88,7 +86,8 @@ class Conductor:
         self.checkpoint_directory = checkpoint_directory
         self.last_checkpoint: Path | None = None
         self._checkpoints: list[Path] = []
-        self._states = {worker.name: WorkerState(worker, self.learner.version) for worker in roles.workers}
+        self.workers = Workers(roles.workers, self.learner.version)
+        self._supervision = Supervision(settings, events, self.waits, roles.restart)
         self._changed = asyncio.Condition()
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
         self._setbacks = Setbacks(settings)
@@ -101,7 +100,7 @@ class Conductor:
         self.events.emit(ev.TimedWindow(phase="start"))
         try:
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(self._collect(state)) for state in self._states.values()]
+                background = [group.create_task(self._collect(state)) for state in self.workers.states.values()]
                 background += [group.create_task(self._roll_out()), group.create_task(self._watch_waits())]
                 if self.settings.pool.verify is not Verify.OFF:
                     background.append(group.create_task(self._verify()))
@@ -112,7 +111,7 @@ class Conductor:
                     task.cancel()
                 self._due.put_nowait(_END)
                 await evaluating
-                for state in self._states.values():
+                for state in self.workers.states.values():
                     await state.worker.stop()
         except BaseExceptionGroup as group_error:
             raise first_error(group_error) from group_error
@@ -123,32 +122,28 @@ class Conductor:
 
     async def _roll_out(self) -> None:
         while True:
-            await self._wait_changed(lambda: any(state.room > 0 for state in self._states.values()))
-            reservation = await self.pool.reserve(self.source.next(), learner_version=self.learner.version, sampler_version=self._oldest_version())
+            await self._wait_changed(self.workers.have_room)
+            reservation = await self.pool.reserve(self.source.next(), learner_version=self.learner.version, sampler_version=self.workers.oldest_version())
             task = reservation.task
             self.events.emit(ev.GroupReserved(group_id=reservation.group_id, task_id=task.id, task_kind=task.kind, size=len(reservation.keys)))
-            requests: dict[str, list[RolloutRequest]] = {}
-            for key in reservation.keys:
-                state = self._roomiest()
-                state.room -= 1
-                requests.setdefault(state.worker.name, []).append(self._request(key, task))
-            for name, batch in requests.items():
-                await self._states[name].worker.start(batch)
+            await self.workers.give([self._request(key, task) for key in reservation.keys])
 
     async def _collect(self, state: WorkerState) -> None:
         while True:
-            report = await self.waits.limited(
-                state.worker.next_report(),
-                lambda: f"conductor waits for a sign of life from {state.worker.name}",
-                self.settings.limits.report_seconds,
-                "It may be blocked by the recipe's Python, or its machine may be overloaded; raise limits.report_seconds if that is expected.",
-            )
+            try:
+                report = await self.waits.limited(
+                    state.worker.next_report(),
+                    lambda: f"conductor waits for a sign of life from {state.name}",
+                    self.settings.limits.report_seconds,
+                    "It may be blocked by the recipe's Python, or its machine may be overloaded; raise limits.report_seconds if that is expected.",
+                )
+            except (WorkerLostError, WaitTimeoutError) as error:
+                report = await self._replace(state, error)
             self.pool.ledger.report_generated(report.worker, report.generated_tokens)
             for finished in report.finished:
                 await self._add(finished, state)
             self._note(state, report)
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
 
     async def _learn(self) -> None:
         limits = self.settings.limits
@@ -183,9 +178,9 @@ class Conductor:
             change = self.pool.next_change()
             for name, keys in self.pool.due_for_verification().items():
                 self.events.emit(ev.VerificationAsked(role=name, rollouts=len(keys)))
-                await self._states[name].worker.verify(keys)
+                await self.workers.states[name].worker.verify(keys)
             for name, left in self.pool.take_forgotten().items():
-                await self._states[name].worker.forget(left)
+                await self.workers.states[name].worker.forget(left)
             await change.wait()
 
     async def _evaluate_when_due(self) -> None:
@@ -206,13 +201,12 @@ class Conductor:
         """Makes the learner's weights the newest and says so. Nobody waits for a sampler here."""
         update = await self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", self.settings.limits.learn_seconds)
         self.events.emit(ev.WeightsPublished.of(update))
-        for state in self._states.values():
-            await state.worker.announce(update)
+        await self.workers.announce(update)
         return update.version
 
     async def _wait_applied(self, version: PolicyVersion) -> None:
         def late() -> list[str]:
-            return [name for name, state in self._states.items() if state.version < version]
+            return [state.name for state in self.workers.up if state.version < version]
 
         started = now()
         await self.waits.limited(
@@ -227,24 +221,45 @@ class Conductor:
         summary = finished.summary
         if self.recorder is not None:
             self.recorder.finished(finished)
-        result = self.pool.add(finished, worker=state.worker.name)
-        self.events.emit((ev.RolloutVerified if result.verified else ev.RolloutFinished).of(summary, role=state.worker.name))
+        state.rollouts.discard(summary.key)
+        result = self.pool.add(finished, worker=state.name)
+        self.events.emit((ev.RolloutVerified if result.verified else ev.RolloutFinished).of(summary, role=state.name))
         if summary.failed:
-            self.events.emit(ev.RolloutFailed.of(summary, role=state.worker.name, retried=result.retry is not None))
+            self.events.emit(ev.RolloutFailed.of(summary, role=state.name, retried=result.retry is not None))
         self._setbacks.came_back(summary)
         if result.retry is not None:
-            await state.worker.start([self._request(result.retry, result.task)])
+            await self.workers.give_to(state, self._request(result.retry, result.task))
+
+    async def _replace(self, state: WorkerState, error: HeadraceError) -> WorkerReport:
+        """A worker is lost: the others take what it had, its successor joins them. Returns that one's first report under the newest weights."""
+        keys = state.lose()
+        self._supervision.lost(state.name, error, rollouts=len(keys))
+        again = []
+        for key, result in zip(keys, self.pool.worker_lost(state.name, keys), strict=True):
+            lost = lost_rollout(key, result.task).summary
+            self.events.emit(ev.RolloutFinished.of(lost, role=state.name))
+            self.events.emit(ev.RolloutFailed.of(lost, role=state.name, retried=result.retry is not None))
+            again += [] if result.retry is None else [self._request(result.retry, result.task)]
+        await self.workers.give(again)
+        await self._notify()
+        report = await self._supervision.restarted(state.name, lambda: self.workers.taken_up(state))
+        await self.workers.joined(state)
+        return report
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         if self.evaluator is None:
             return
         requests = evaluation_requests(self.settings, self.evaluation_tasks, self.evaluation_sampling)
         started = now()
-        result = await self.waits.limited(
-            self.evaluator.evaluate(version, requests, self.evaluation_tasks),
-            f"evaluation of version {version}",
-            self.settings.limits.evaluate_seconds,
-            "Lower evaluation.num_tasks or raise limits.evaluate_seconds; an evaluate function or environment that waits for ever does this too.",
+        evaluate = partial(self.evaluator.evaluate, version, requests, self.evaluation_tasks)
+        result = await self._supervision.repeated(
+            "evaluator",
+            lambda: self.waits.limited(
+                evaluate(),
+                f"evaluation of version {version}",
+                self.settings.limits.evaluate_seconds,
+                "Lower evaluation.num_tasks or raise limits.evaluate_seconds; an evaluate function or environment that waits for ever does this too.",
+            ),
         )
         self.pool.ledger.add_evaluation([finished.summary for finished in result.finished])
         self.events.emit(evaluated(self.settings, result, now() - started))
@@ -279,10 +294,9 @@ class Conductor:
     def _note(self, state: WorkerState, report: WorkerReport) -> None:
         if report.version > state.version:
             self.events.emit(ev.WeightsApplied.of(report))
-        state.version, state.room, state.in_flight = report.version, report.room, report.in_flight
-        state.longest_wait = report.longest_wait
-        self.pool.observe(sampler_version=self._oldest_version())
-        self.pool.observe_worker(state.worker.name, version=report.version, parked=report.parked)
+        state.heard(report)
+        self.pool.observe(sampler_version=self.workers.oldest_version())
+        self.pool.observe_worker(state.name, version=report.version, parked=report.parked)
         if report.activity is not None:
             self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity, longest_wait=report.longest_wait))
         if now() >= self._levels_due:
@@ -301,15 +315,12 @@ class Conductor:
     def _request(self, key: RolloutKey, task: Task) -> RolloutRequest:
         return RolloutRequest(key=key, task=task, seed=self.settings.run.seed, sampling=self.sampling)
 
-    def _roomiest(self) -> WorkerState:
-        return max(self._states.values(), key=lambda state: state.room)
-
-    def _oldest_version(self) -> PolicyVersion:
-        return min(state.version for state in self._states.values())
-
     def _oldest_wait(self) -> str:
-        waits = [state.longest_wait for state in self._states.values() if state.longest_wait]
-        return f"; {'; '.join(waits)}" if waits else ""
+        return "".join(f"; {wait}" for wait in self.workers.longest_waits())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _wait_changed(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

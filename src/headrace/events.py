@@ -339,6 +339,29 @@ class Waiting(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLost(Event):
+    """`role` ended, broke down or gave no sign of life in the middle of the run."""
+
+    name: ClassVar[str] = "role_lost"
+    error: str
+    rollouts: int
+    """In flight there: begun again elsewhere."""
+    losses: int
+    """Within limits.restart_window_seconds, this one included."""
+    restarted: bool
+    """False: it ends the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRestarted(Event):
+    """`role` works again; a worker under the newest weights."""
+
+    name: ClassVar[str] = "role_restarted"
+    seconds: float
+    """Since it was found lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedWindow(Event):
     """The training window: from the first rollout to the last update."""
 
