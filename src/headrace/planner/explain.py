@@ -95,8 +95,9 @@ def too_few_devices(search: Search) -> str:
     parallel, learner, asked = search.profile.model.tensor_parallel, search.least_learner_devices, search.request.num_gpus
     billions = search.profile.model.num_parameters / 1e9
     least = max(parallel, learner)
+    count = _devices(asked, "are") if asked > 1 else "1 device is"
     return (
-        f"{_devices(asked)} {'is' if asked == 1 else 'are'} too few: one sampler takes {parallel}, and weights, gradients and optimizer states of {billions:.3g} billion "
+        f"{count} too few: one sampler takes {parallel}, and weights, gradients and optimizer states of {billions:.3g} billion "
         f"parameters take {learner} to learn. At least {least} are needed in sync mode, {parallel + learner} in async mode."
     )
 
