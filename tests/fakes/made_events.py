@@ -39,24 +39,31 @@ def active(
     idle: Mapping[str, float] | None = None,
     tokens: int = 0,
     in_flight: int = 1,
+    **more: Any,
 ) -> ev.WorkerActive:
+    """`more`: counters of WorkerActivity."""
     return ev.WorkerActive(
         role=role,
         in_flight=in_flight,
         activity=WorkerActivity(
             seconds=seconds, busy_seconds=sum(running.values()) + prefill, running_seconds=running, idle_seconds=idle or {}, decode_steps=1,
-            prefill_tokens=0, sampled_tokens=tokens, apply_seconds=0.0, applied_updates=0,
+            prefill_tokens=0, sampled_tokens=tokens, apply_seconds=0.0, **{"applied_updates": 0, **more},
         ),
     )  # fmt: skip
 
 
-def statistics(histogram: Mapping[int, int], *, key_mean: float | None = None, key_max: int | None = None) -> UpdateStatistics:
+def statistics(
+    histogram: Mapping[int, int], *, key_mean: float | None = None, key_max: int | None = None, keys: Mapping[int, int] | None = None
+) -> UpdateStatistics:
+    """`keys`: ages of the key tokens among them; a log without them has their mean and maximum only."""
+    if keys:
+        key_mean, key_max = sum(age * count for age, count in keys.items()) / sum(keys.values()), max(keys)
     tokens = sum(histogram.values())
     return UpdateStatistics(
         loss=0.1, gradient_norm=1.0, learning_rate=1e-3, entropy=1.0, kl_sampler_learner=0.0, ratio_mean=1.0, ratio_variance=0.0, ratio_max=1.0,
         effective_sample_size=1.0, clipped_fraction=0.0, masked_fraction=0.0, staleness_mean=sum(k * n for k, n in histogram.items()) / tokens,
         staleness_max=max(histogram), staleness_histogram=histogram, key_staleness_mean=key_mean, key_staleness_max=key_max, trained_tokens=tokens,
-        trained_trajectories=1, padded_tokens=tokens,
+        trained_trajectories=1, padded_tokens=tokens, key_staleness_histogram=keys or {},
     )  # fmt: skip
 
 

@@ -28,13 +28,27 @@ def made_events(*, num_updates: int = 6, text: str = HOSTILE, mode: str = "async
         timed.append((end - 0.8, ev.SelectionTaken(selection=update, learner_version=update - 1, lineage=0, trajectories=2, filtered=0, wait_seconds=0.2)))
         for member, kind in enumerate((text, "short")):
             timed.append((end - 0.5, _finished(update, member, kind)))
-        timed.append((end - 0.1, updated(update, seconds=0.7, busy=0.6, reward=update / 10, numbers=statistics({0: 10, 2: 30}, key_mean=1.0, key_max=2))))
+        timed.append((end - 0.45, ev.VerificationAsked(role=sampler, rollouts=2)))
+        timed += [(end - 0.25, verified(update, 0, text)), (end - 0.15, verified(update, 1, "short", refreshed=4))]
+        timed.append((end - 0.1, updated(update, seconds=0.7, busy=0.6, reward=update / 10, numbers=statistics({0: 10, 2: 30}, keys={0: 5, 2: 5}))))
         timed.append((end - 0.09, _published(update)))
         timed.append((end - 0.07, ev.WeightsAcknowledged(version=update, lineage=0, wait_seconds=0.01)))
         timed.append((end - 0.06, pool(in_flight=update, pooled=2)))
         timed.append((end - 0.05, ev.WeightsApplied(role=sampler, version=update, lineage=0)))
         timed.append((end - 0.02, ev.LedgerClosed(ledger=ledger(update, text))))
-        timed.append((end, active(sampler, 1.0, running={8: 0.3, 2: 0.2}, idle={"environment": 0.4, "a new reason": 0.1}, tokens=40)))
+        upkeep: dict[str, Any] = {
+            "verify_seconds": 0.05,
+            "verify_tokens": 30,
+            "num_unkept": 1,
+            "num_parked": 2,
+            "applied_updates": 1,
+            "apply_delay_seconds": 0.1,
+        }
+        idle = {"environment": 0.4, "a new reason": 0.1}
+        timed.append((end, active(sampler, 1.0, running={8: 0.3, 2: 0.2}, idle=idle, tokens=40, **upkeep)))
+        if update % 2 == 0:
+            reason = "22% of the key steps were over max_key_staleness: fewer groups outstanding"
+            timed.append((end, ev.Paced(limit_groups=9 - update, max_groups=9, over_share=0.22, reason=reason, wait_seconds=0.1 * update)))
     end = 1.0 + num_updates
     timed.append((end, _failed(text)))
     timed.append((end, window("end")))
@@ -101,7 +115,7 @@ def ledger(update: int, kind: str = "short") -> dict[str, Any]:
         "tokens": {"generated": trained + 20, "trained": trained, **empty, **parts},
         "trajectories": {"generated": 2 * update, "trained": 2 * update, **empty},
         "groups": {"generated": update, "trained": update, **empty},
-        "key_steps": {"offered": 9, "trained": 9, "over_bound": 2, **empty},
+        "key_steps": {**empty, "offered": 12 * update, "trained": 9 * update, "over_bound": 2 * update, "skipped": {"refreshed": 2 * update}, "pooled": update},
         "kinds": {kind: {"offered": 30, "trained": 10, "skipped": 1, "expired": 0, "filtered": 0, "failed": 0}, "short": {"offered": 70, "trained": 30}},
         "evaluation": {"tokens": 4, "trajectories": 2},
     }  # fmt: skip
@@ -115,11 +129,20 @@ def pool(*, in_flight: int, pooled: int) -> ev.PoolLevels:
 
 
 def _finished(group: int, member: int, kind: str) -> ev.RolloutFinished:
+    return ev.RolloutFinished(**_numbers(group, member, kind))
+
+
+def verified(group: int, member: int, kind: str, *, refreshed: int = 0) -> ev.RolloutVerified:
+    """As many tokens were drawn again as were cut off."""
+    return ev.RolloutVerified(**_numbers(group, member, kind), round=1, refreshed=refreshed, refreshed_keys=int(refreshed > 0))
+
+
+def _numbers(group: int, member: int, kind: str) -> dict[str, Any]:
     long = group == 1 and member == 0
-    return ev.RolloutFinished(
-        role="sampler-0", group=group, member=member, attempt=0, kind=kind, reward=1.0, end="done", steps=2, keys=1, tokens=90 if long else 10,
-        versions=[group - 1, group], seconds=9.0 if long else 0.5, wait_seconds=0.2,
-    )  # fmt: skip
+    return {
+        "role": "sampler-0", "group": group, "member": member, "attempt": 0, "kind": kind, "reward": 1.0, "end": "done", "steps": 2, "keys": 1,
+        "tokens": 90 if long else 10, "versions": [group - 1, group], "seconds": 9.0 if long else 0.5, "wait_seconds": 0.2,
+    }  # fmt: skip
 
 
 def _failed(text: str) -> ev.RolloutFailed:

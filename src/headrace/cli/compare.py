@@ -75,10 +75,12 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
     target = result["target_reward"]
     seeds = len(result["seeds"])
     table = Table(title=f"means of {seeds} seeds" if seeds > 1 else "1 seed", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("arm", f"s to {target:.3f}", "final ± 95 %", "jitter", "occupancy", "busy", "useful tok/s", "staleness"):
+    with_keys = any(run.key_staleness_mean is not None for runs in measured.values() for run in runs)
+    headings = ["arm", f"s to {target:.3f}", "final ± 95 %", "jitter", "occupancy", "busy", "useful tok/s", "staleness"]
+    for heading in [*headings, *(["key steps", "over bound"] if with_keys else [])]:
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for name, runs in measured.items():
-        table.add_row(name, *_cells(runs, target))
+        table.add_row(name, *_cells(runs, target), *(_key_cells(runs) if with_keys else []))
     Console(file=output.people, width=max(output.width, 100), highlight=False).print(table)
     floor = result["noise_floor"]
     noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
@@ -182,6 +184,14 @@ def _cells(runs: Sequence[MeasuredRun], target: float) -> list[str]:
         _shown(_mean([run.useful_tokens_per_second for run in runs]), ",.0f"),
         f"{_shown(_mean([run.staleness_mean for run in runs]), '.1f')} (max {largest})",
     ]
+
+
+def _key_cells(runs: Sequence[MeasuredRun]) -> list[str]:
+    """Staleness of key steps, and the share of them over their bound."""
+    mean = _mean([run.key_staleness_mean for run in runs])
+    largest = max((run.key_staleness_max for run in runs if run.key_staleness_max is not None), default=0)
+    staleness = "-" if mean is None else f"{mean:.1f} (max {largest})"
+    return [staleness, _shown(_mean([run.key_over_bound_fraction for run in runs]), ".0%")]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.report.summary import over_bound_fraction
+
 _IDLE = 0.3
 """A device that is idle for one reason longer than this share of its time is worth a word."""
 _FULL = 0.7
@@ -13,6 +15,8 @@ _LOW_SAMPLE_SIZE = 0.5
 _MANY_STALE = 0.05
 _MANY_FILTERED = 0.5
 _MANY_FAILED = 0.05
+_MANY_OVER_BOUND = 0.05
+_MUCH_VERIFICATION = 0.3
 
 
 def advice(
@@ -32,6 +36,7 @@ def advice(
     if rows and rows[0]["allocated_seconds"] >= _MIN_SECONDS:
         found += [text for text in (_bottleneck(summary, rows, settings, pool), _tail(rows, settings)) if text]
     found += _learning(newest)
+    found += _key_steps(summary, settings)
     found += _ledger(summary["ledger"])
     return found + _failures(summary)
 
@@ -79,6 +84,26 @@ def _learning(newest: Mapping[str, Any] | None) -> list[str]:
         return []
     text = f"effective sample size {newest['effective_sample_size']:.2f}: the data is far from the policy"
     return [f"{text}; try a lower learner.learning_rate or pool.max_staleness"]
+
+
+def _key_steps(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Key steps that are trained too old, and what verification lacks or costs."""
+    pool, verification, found = settings.get("pool", {}), summary["verification"], []
+    over = over_bound_fraction(summary["ledger"])
+    if over is not None and over > _MANY_OVER_BOUND:
+        bound = pool.get("max_key_staleness")
+        older = f"older than {bound} updates" if bound is not None else "older than pool.max_key_staleness"
+        remedies = ["pool.verify=key_steps"] if not verification["asked"] else []
+        remedies += ["pool.pace_key_steps=true"] if summary["pace"] is None else []
+        found.append(f"{over:.0%} of the key steps are trained {older}: try {' or '.join(remedies) or 'a lower pool.max_staleness'}")
+    if verification["unkept"]:
+        remedy = _double(settings, "sampler", "verify_memory_bytes")
+        found.append(f"{verification['unkept']:,} rollouts could not be verified, their distributions did not fit: try {remedy}")
+    busy = sum(row["busy_fraction"] * row["allocated_seconds"] for row in summary["utilization"]["devices"] if row["role"] != "learner")
+    if verification["seconds"] > _MUCH_VERIFICATION * busy > 0:
+        remedy = _double(settings, "pool", "verify_after")
+        found.append(f"verification takes {min(1.0, verification['seconds'] / busy):.0%} of the samplers' busy time: try {remedy}")
+    return found
 
 
 def _ledger(ledger: Mapping[str, Any] | None) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.report.summary import summarize
+from headrace.report.summary import over_bound_fraction, summarize
 
 Line = Mapping[str, Any]
 Interval = tuple[float, float]
@@ -64,6 +64,11 @@ class MeasuredRun:
     """Trained tokens / wall_seconds."""
     staleness_mean: float | None
     staleness_max: int | None
+    key_staleness_mean: float | None = None
+    """Of the trained tokens of key steps; None without key steps."""
+    key_staleness_max: int | None = None
+    key_over_bound_fraction: float | None = None
+    """Of the trained key steps, those over pool.max_key_staleness."""
 
     @property
     def final_mean(self) -> float:
@@ -126,6 +131,9 @@ def measure_run(lines: Sequence[Line], *, arm: str, seed: int, run_dir: str, cap
         useful_tokens_per_second=summary["useful_tokens_per_second"],
         staleness_mean=summary["staleness"]["mean"],
         staleness_max=summary["staleness"]["max"],
+        key_staleness_mean=summary["staleness"]["key_mean"],
+        key_staleness_max=summary["staleness"]["key_max"],
+        key_over_bound_fraction=over_bound_fraction(summary["ledger"]),
     )
 
 
@@ -331,6 +339,9 @@ def _run_json(run: MeasuredRun, target: float) -> dict[str, Any]:
         "useful_tokens_per_second": run.useful_tokens_per_second,
         "staleness_mean": run.staleness_mean,
         "staleness_max": run.staleness_max,
+        "key_staleness_mean": run.key_staleness_mean,
+        "key_staleness_max": run.key_staleness_max,
+        "key_over_bound_fraction": run.key_over_bound_fraction,
         "predicted_seconds": None,
         "num_updates": run.num_updates,
         "checkpoint_seconds": run.checkpoint_seconds,

@@ -23,6 +23,7 @@ from headrace.report.figures_learning import ARM_COLORS, Arm, evaluation_curve, 
 from headrace.report.markup import Markup, figure, join, number_text, percent, table, tag
 from headrace.report.record import RunRecord, load_run
 from headrace.report.sections import default_settings, facts_line, flat, run_sections, section, settings_section, shown
+from headrace.report.summary import over_bound_fraction
 from headrace.report.words import final_of, mean_of, metric_of, run_sentences, status_of
 
 _COMPRESSION = 9
@@ -154,6 +155,7 @@ def _arm_table(arms: Sequence[Arm], given_target: float | None) -> Markup:
     finals = [mean_of([final_of(run) for run in arm.runs]) for arm in arms]
     target = _target(arms, finals) if given_target is None else given_target
     rows = []
+    with_keys = any(run.summary["staleness"]["key_mean"] is not None for arm in arms for run in arm.runs)
     for arm, final in zip(arms, finals, strict=True):
         summaries = [run.summary for run in arm.runs]
         times = [time_to_reward(evaluations(run.lines), target) for run in arm.runs] if target is not None else []
@@ -167,11 +169,12 @@ def _arm_table(arms: Sequence[Arm], given_target: float | None) -> Markup:
                 f"{reached}{number_text(mean_of(times))} s" if any(times) else "–", percent(mean_of([each["utilization"]["occupancy"] for each in summaries])),
                 percent(mean_of([each["utilization"]["busy_fraction"] for each in summaries])),
                 number_text(mean_of([each["tokens_per_second"] for each in summaries])),
-                _staleness([each["staleness"] for each in summaries]),
+                _staleness([each["staleness"] for each in summaries]), *(_key_cells(summaries) if with_keys else []),
             ]
         )  # fmt: skip
     reach = f"to {target:.3f}" if target is not None else "to target"
     header = ["arm", "seeds", "updates", "training", "final evaluation", reach, "occupancy", "busy", "tokens/s", "staleness mean / max"]
+    header += ["of key steps", "key steps over the bound"] if with_keys else []
     capacities = sorted({capacity for arm in arms for run in arm.runs for capacity in measured_capacity(run.lines)})
     note = (
         f"Means over the seeds. Occupancy: of capacity {' or '.join(map(str, capacities))}. Final: mean of the last 3 evaluations, in brackets the lowest and "
@@ -188,11 +191,15 @@ def _target(arms: Sequence[Arm], finals: Sequence[float | None]) -> float | None
     return next((final for final, mode in known if mode == "sync"), min(final for final, _ in known)) - TARGET_BELOW_FINAL
 
 
-def _staleness(each: Sequence[Mapping[str, Any]]) -> str:
-    mean = mean_of([one["mean"] for one in each])
+def _staleness(each: Sequence[Mapping[str, Any]], of: str = "") -> str:
+    mean = mean_of([one[f"{of}mean"] for one in each])
     if mean is None:
         return "–"
-    return f"{mean:.1f} / {max(one['max'] or 0 for one in each)}"
+    return f"{mean:.1f} / {max(one[f'{of}max'] or 0 for one in each)}"
+
+
+def _key_cells(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [_staleness([each["staleness"] for each in summaries], of="key_"), percent(mean_of([over_bound_fraction(each["ledger"]) for each in summaries]))]
 
 
 def _problem(run: RunRecord) -> Markup | None:

@@ -22,7 +22,7 @@ _RESERVED = '{"event":"group_reserved"'
 
 
 class Rollout(NamedTuple):
-    """One line `rollout_finished`, as far as the report needs it."""
+    """One line `rollout_finished`, as far as the report needs it; the newest `rollout_verified` about it in its place."""
 
     kind: str
     end: str
@@ -38,7 +38,7 @@ class Rollout(NamedTuple):
 class RunRecord:
     directory: Path
     lines: list[Line]
-    """In order, without `rollout_finished` (in `rollouts`) and `group_reserved`."""
+    """In order, without `rollout_finished` (in `rollouts`) and `group_reserved`; `rollout_verified` as `_verified` makes it."""
     rollouts: list[Rollout]
     settings: Mapping[str, Any]
     """config.toml as nested tables; empty where it cannot be read."""
@@ -110,16 +110,23 @@ def load_run(directory: Path) -> RunRecord:
 def _read(file: Iterable[str]) -> tuple[list[Line], list[Rollout], int]:
     lines: list[Line] = []
     rollouts: list[Rollout] = []
+    places: dict[tuple[int, int], int] = {}
     unreadable = 0
     for text in file:
         if text.startswith(_RESERVED) or not text.endswith("\n"):  # the last line of a run that is writing, or was cut
             continue
         try:
             line = json.loads(text)
-            if line["event"] == "rollout_finished":
-                rollouts.append(_rollout(line))
-            else:
-                lines.append(line)
+            match line["event"]:
+                case "rollout_finished":
+                    rollouts.append(_rollout(line))
+                    places[line["group"], line["member"]] = len(rollouts) - 1
+                case "rollout_verified":
+                    place = places[line["group"], line["member"]]
+                    before, rollouts[place] = rollouts[place], _rollout(line)
+                    lines.append(_verified(line, before.tokens))
+                case _:
+                    lines.append(line)
         except (ValueError, LookupError, TypeError):
             unreadable += 1
     return lines, rollouts, unreadable
@@ -131,6 +138,13 @@ def _rollout(line: Line) -> Rollout:
         kind=sys.intern(line["kind"]), end=sys.intern(line["end"]), reward=line["reward"], tokens=line["tokens"], seconds=line["seconds"] or 0.0,
         wait_seconds=line["wait_seconds"] or 0.0, num_versions=versions[-1] - versions[0] if versions else 0,
     )  # fmt: skip
+
+
+def _verified(line: Line, tokens_before: int) -> Line:
+    """What the report needs of it: there may be more of them than of anything else. `redrawn`: tokens drawn in place of those cut off."""
+    kept = ("time", "tokens", "round", "refreshed", "refreshed_keys")
+    redrawn = line["tokens"] - tokens_before + line["refreshed"]
+    return {"event": "rollout_verified", "role": sys.intern(line["role"]), **{key: line[key] for key in kept}, "redrawn": redrawn}
 
 
 def _settings(path: Path) -> Mapping[str, Any]:

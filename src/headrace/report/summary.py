@@ -25,6 +25,7 @@ class RunSummary:
         self._sampled_tokens = 0.0
         self._useful_tokens = 0.0
         self._staleness = _Staleness()
+        self._upkeep = _Upkeep()
         self._evaluation: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
         self._failures: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -38,6 +39,7 @@ class RunSummary:
                 self.started = line
                 self._utilization = UtilizationMeter(line["devices"])
             case "worker_active":
+                self._upkeep.add_activity(line["activity"])
                 self._has_activity = True
                 self._sampled_tokens += line["activity"]["sampled_tokens"] * windows.share(line["time"], line["activity"]["seconds"])
             case "updated":
@@ -49,13 +51,17 @@ class RunSummary:
                 self._add_evaluation(line)
             case "rollout_failed" if not line["retried"] and line["reason"] != "cancelled":
                 self._add_failure(line)
-            case "ledger" | "checkpoint_saved" | "timed_window" as event:
+            case "verification_asked":
+                self._upkeep.asked += line["rollouts"]
+            case "rollout_verified":
+                self._upkeep.add_verified(line)
+            case "ledger" | "checkpoint_saved" | "timed_window" | "paced" as event:
                 self._newest[event] = line
 
     def result(self) -> dict[str, Any]:
         """Everything of `run --json` but `run_dir`. Values that the events do not (yet) hold are None, so any phase of a run has one."""
         windows = self.windows.windows
-        updated, ledger, checkpoint = (self._newest.get(name) for name in ("updated", "ledger", "checkpoint_saved"))
+        updated, ledger, checkpoint, paced = (self._newest.get(name) for name in ("updated", "ledger", "checkpoint_saved", "paced"))
         saturated = [device["saturated_tokens_per_second"] for device in self.started.get("devices", []) if device.get("saturated_tokens_per_second")]
         return {
             **{key: self.started.get(key) for key in ("recipe", "runtime", "mode", "placement", "seed")},
@@ -69,6 +75,8 @@ class RunSummary:
             "saturated_tokens_per_second": sum(saturated) if saturated else None,
             "evaluation": dict(self._evaluation),
             "staleness": self._staleness.result(),
+            **self._upkeep.result(),
+            "pace": {key: paced[key] for key in ("limit_groups", "max_groups", "over_share", "wait_seconds")} if paced else None,
             "utilization": self._utilization.result(windows),
             "ledger": ledger["ledger"] if ledger else None,
             "checkpoint": checkpoint["path"] if checkpoint else None,
@@ -92,18 +100,26 @@ class RunSummary:
 
 
 class _Staleness:
-    """Of trained tokens, in updates. `mean` weighs every token alike; `key_mean` every batch alike that has key tokens."""
+    """Of trained tokens, in updates; every token weighs alike. Logs without the ages of key tokens: `key_mean` weighs every batch alike."""
 
     def __init__(self) -> None:
         self._tokens = self._total = 0
+        self._key_tokens = self._known_key_total = 0
         self._largest: int | None = None
+        self._largest_other: int | None = None
         self._num_key_batches, self._key_total = 0, 0.0
         self._key_largest: int | None = None
 
     def add(self, statistics: Mapping[str, Any]) -> None:
+        key_counts = statistics.get("key_staleness_histogram") or {}
         for age, count in statistics["staleness_histogram"].items():
             self._tokens += count
             self._total += int(age) * count
+            if count > key_counts.get(age, 0):
+                self._largest_other = max(self._largest_other or 0, int(age))
+        for age, count in key_counts.items():
+            self._key_tokens += count
+            self._known_key_total += int(age) * count
         if statistics["trained_tokens"]:
             self._largest = max(self._largest or 0, statistics["staleness_max"])
         if statistics["key_staleness_mean"] is not None:
@@ -112,12 +128,57 @@ class _Staleness:
             self._key_largest = max(self._key_largest or 0, statistics["key_staleness_max"] or 0)
 
     def result(self) -> dict[str, Any]:
+        """`other_mean` and `other_max` are of the tokens outside key steps; None without key steps, and where the log does not tell them apart."""
+        key_tokens, other_tokens = self._key_tokens, self._tokens - self._key_tokens
+        key_mean = self._key_total / self._num_key_batches if self._num_key_batches else None
         return {
             "mean": self._total / self._tokens if self._tokens else None,
             "max": self._largest,
-            "key_mean": self._key_total / self._num_key_batches if self._num_key_batches else None,
+            "key_mean": self._known_key_total / key_tokens if key_tokens else key_mean,
             "key_max": self._key_largest,
+            "other_mean": (self._total - self._known_key_total) / other_tokens if key_tokens and other_tokens else None,
+            "other_max": self._largest_other if key_tokens else None,
         }
+
+
+class _Upkeep:
+    """What keeping data fresh has cost: verification, updates that waited, long rollouts that gave way."""
+
+    def __init__(self) -> None:
+        self.asked = self._returned = self._cut = self._refreshed_tokens = self._refreshed_key_steps = 0
+        self._verify_seconds, self._verify_tokens, self._unkept = 0.0, 0, 0
+        self._applied, self._delay_seconds, self._parked = 0, 0.0, 0
+
+    def add_verified(self, line: Line) -> None:
+        self._returned += 1
+        self._cut += line["refreshed"] > 0
+        self._refreshed_tokens += line["refreshed"]
+        self._refreshed_key_steps += line["refreshed_keys"]
+
+    def add_activity(self, activity: Mapping[str, Any]) -> None:
+        """Logs from before these counters have none of them."""
+        self._verify_seconds += activity.get("verify_seconds", 0.0)
+        self._verify_tokens += activity.get("verify_tokens", 0)
+        self._unkept += activity.get("num_unkept", 0)
+        self._applied += activity.get("applied_updates", 0)
+        self._delay_seconds += activity.get("apply_delay_seconds", 0.0)
+        self._parked += activity.get("num_parked", 0)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "verification": {
+                "asked": self.asked, "rollouts": self._returned, "cut": self._cut, "refreshed_tokens": self._refreshed_tokens,
+                "refreshed_key_steps": self._refreshed_key_steps, "seconds": self._verify_seconds, "tokens": self._verify_tokens, "unkept": self._unkept,
+            },
+            "apply_delay_seconds": self._delay_seconds / self._applied if self._applied else None,
+            "parked": self._parked,
+        }  # fmt: skip
+
+
+def over_bound_fraction(ledger: Mapping[str, Any] | None) -> float | None:
+    """Of the trained key steps, those older than max_key_staleness; None where no key step was trained."""
+    steps = (ledger or {}).get("key_steps") or {}
+    return steps["over_bound"] / steps["trained"] if steps.get("trained") else None
 
 
 def summarize(events: Iterable[Line]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from headrace.report.advice import advice
 from headrace.report.progress import duration
-from headrace.report.summary import RunSummary
+from headrace.report.summary import RunSummary, over_bound_fraction
 from headrace.report.utilization import Windows, utilization
 
 Line = Mapping[str, Any]
@@ -28,6 +28,7 @@ SILENT_SECONDS = 30.0
 _RECENT_UPDATES = 20
 _CURVE_POINTS = 512
 _LABEL_COLUMNS = 12
+_SHOWN_DELAY_SECONDS = 0.05
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WORK = frozenset({"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved"})
 _STYLES = {"done": "green", "running": "cyan", "starting": "cyan", "failed": "red", "interrupted": "yellow", "silent": "yellow"}
@@ -167,6 +168,7 @@ def frame(state: WatchState, *, name: str, width: int, silent_seconds: float = 0
         below = _Rows(width)
         _add_waits(below, state)
         _add_pool_and_ledger(below, state, summary)
+        _add_key_steps(below, state, summary)
         parts += ["", below.table]
         parts += _notes(state, summary)
     return Group(*parts)
@@ -284,6 +286,31 @@ def _add_pool_and_ledger(rows: _Rows, state: WatchState, summary: Mapping[str, A
         rows.add("ledger", f"{counts.get('generated', 0):,} trajectories = " + " + ".join(shown))
     if summary["checkpoint"]:
         rows.add("checkpoint", str(summary["checkpoint"]))
+
+
+def _add_key_steps(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
+    """A line each for what there is: key steps, verification, pace, updates that waited, long rollouts that gave way."""
+    steps = (summary["ledger"] or {}).get("key_steps") or {}
+    if steps.get("offered"):
+        over = over_bound_fraction(summary["ledger"])
+        left = [f"{count:,} {reason.replace('_', ' ')}" for name in ("skipped", "failed") for reason, count in steps.get(name, {}).items() if count]
+        text = f"{steps['trained']:,} of {steps['offered']:,} trained" + (f", {over:.0%} of them over the bound" if over is not None else "")
+        rows.add("key steps", f"{text}; {', '.join(left)}" if left else text)
+    verification = summary["verification"]
+    if verification["asked"]:
+        out = max(0, verification["asked"] - verification["rollouts"]) if state.finished is None else 0
+        cut = verification["cut"] / verification["rollouts"] if verification["rollouts"] else 0.0
+        lost = f"{verification['refreshed_tokens']:,} tokens cut off"
+        text = f"{verification['rollouts']:,} rollouts, {cut:.0%} of them cut; {lost}; {verification['seconds']:.1f} s of checks"
+        rows.add("verified", f"{text}; {out:,} out now" if out else text)
+    pace = summary["pace"]
+    if pace is not None:
+        rows.add("pace", f"{pace['limit_groups']} of {pace['max_groups']} groups may be out; waited {pace['wait_seconds']:.0f} s for it")
+    delay = summary["apply_delay_seconds"]
+    if delay is not None and delay >= _SHOWN_DELAY_SECONDS:
+        rows.add("weights", f"taken up {delay:.2f} s after they arrived, on average (sampler.apply)")
+    if summary["parked"]:
+        rows.add("parked", f"{summary['parked']:,} times a long rollout gave its slot to short work")
 
 
 def _notes(state: WatchState, summary: Mapping[str, Any]) -> list[RenderableType]:

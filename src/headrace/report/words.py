@@ -116,10 +116,12 @@ def long_and_slow(run: RunRecord) -> str | None:
     long = sum(each.tokens > LONG * tokens for each in finished) / len(finished)
     slow = sum(each.seconds > LONG * seconds for each in finished) / len(finished)
     waits = sum(each.wait_seconds for each in finished) / (sum(each.seconds for each in finished) or 1)
+    parked = run.summary["parked"]
+    gave_way = f" Long ones gave their decode slot to short work {parked:,} times in the middle of an action." if parked else ""
     return (
         f"The median finished rollout had {number_text(tokens)} tokens and took {number_text(float(seconds))} s; {percent(waits)} of all rollout time "
         f"was spent waiting for the environment. {percent(long)} were long (over {LONG:.0f} times the median tokens), {percent(slow)} slow "
-        f"(over {LONG:.0f} times the median seconds)."
+        f"(over {LONG:.0f} times the median seconds).{gave_way}"
     )
 
 

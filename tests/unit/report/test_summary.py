@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fakes.made_events import active, evaluated, lines_of, run_started, statistics, taken, updated, window
+from fakes.report_runs import verified
 from headrace import events as ev
-from headrace.report.summary import summarize
+from headrace.report.summary import over_bound_fraction, summarize
 
 SPLIT = [{"name": "sampler-0", "role": "sampler", "capacity": 8}, {"name": "learner-0", "role": "learner", "capacity": 1}]
 COLOCATED = [{"name": "device-0", "role": "colocated", "capacity": 4}, {"name": "device-1", "role": "colocated", "capacity": 4}]
@@ -125,7 +126,43 @@ def test_attainable_occupancy_is_bound_by_the_busier_role() -> None:
 
 
 def test_staleness_weighs_every_trained_token_alike() -> None:
-    assert summarize(split_run())["staleness"] == pytest.approx({"mean": (2 * 10 + 60) / 100, "max": 2, "key_mean": 1.0, "key_max": 1})
+    expected = {"mean": (2 * 10 + 60) / 100, "max": 2, "key_mean": 1.0, "key_max": 1}
+    found = summarize(split_run())["staleness"]
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_staleness_of_key_steps_and_of_other_tokens_is_told_apart() -> None:
+    """Batches of 10 and 2 key tokens: each token weighs alike. The oldest token is a key token."""
+    numbers = [statistics({0: 20, 4: 5, 9: 5}, keys={0: 5, 9: 5}), statistics({1: 2, 3: 8}, keys={1: 2})]
+    lines = lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), *((1.0 + i, updated(1 + i, numbers=each)) for i, each in enumerate(numbers))])
+    found = summarize(lines)["staleness"]
+    assert found == pytest.approx({"mean": 91 / 40, "max": 9, "key_mean": (45 + 2) / 12, "key_max": 9, "other_mean": (20 + 24) / 28, "other_max": 4})
+
+
+def test_ages_of_other_tokens_are_unknown_where_the_log_does_not_tell_them_apart() -> None:
+    found = summarize(split_run())["staleness"]
+    assert (found["other_mean"], found["other_max"]) == (None, None)
+
+
+def test_verification_pace_parking_and_late_updates_are_counted_from_their_events() -> None:
+    paced: dict[str, Any] = {"limit_groups": 5, "max_groups": 9, "over_share": 0.2, "wait_seconds": 1.5}
+    first = active("sampler-0", 1.0, running={8: 1.0}, verify_seconds=0.3, verify_tokens=50, num_parked=2, num_unkept=1, applied_updates=1)
+    second = active("sampler-1", 1.0, running={8: 1.0}, verify_seconds=0.2, verify_tokens=20, applied_updates=3, apply_delay_seconds=2.0)
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start")), (0.2, ev.VerificationAsked(role="sampler-0", rollouts=5))]
+    timed += [(0.5, verified(1, member, "short", refreshed=refreshed)) for member, refreshed in enumerate((0, 7, 3))]
+    timed += [(1.0, first), (1.0, second), (1.1, ev.Paced(**{**paced, "limit_groups": 9}, reason="r")), (1.2, ev.Paced(**paced, reason="r"))]
+    summary = summarize(lines_of(timed))
+    assert summary["verification"] == pytest.approx(
+        {"asked": 5, "rollouts": 3, "cut": 2, "refreshed_tokens": 10, "refreshed_key_steps": 2, "seconds": 0.5, "tokens": 70, "unkept": 1}
+    )
+    assert summary["pace"] == paced, "the newest"
+    assert (summary["parked"], summary["apply_delay_seconds"]) == (2, 0.5)
+
+
+def test_share_over_the_bound_is_of_the_trained_key_steps() -> None:
+    assert over_bound_fraction({"key_steps": {"offered": 100, "trained": 40, "over_bound": 10}}) == 0.25
+    for nothing in (None, {}, {"closes": True}, {"key_steps": {"offered": 3, "trained": 0, "over_bound": 0}}):
+        assert over_bound_fraction(nothing) is None
 
 
 def test_summary_has_the_agreed_keys_and_values() -> None:
@@ -141,7 +178,8 @@ def test_summary_has_the_agreed_keys_and_values() -> None:
         "startup_seconds": 2.5, "wall_seconds": 10.0, "tokens_per_second": 100.0,
         "useful_tokens_per_second": 10.0, "saturated_tokens_per_second": None, "ledger": {"closes": True},
         "checkpoint": "runs/x/checkpoints/update_000002",
-        "failures": [],
+        "failures": [], "pace": None, "parked": 0, "apply_delay_seconds": None,
+        "verification": {"asked": 0, "rollouts": 0, "cut": 0, "refreshed_tokens": 0, "refreshed_key_steps": 0, "seconds": 0.0, "tokens": 0, "unkept": 0},
     }  # fmt: skip
 
 
