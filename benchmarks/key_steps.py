@@ -58,7 +58,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "verify-mirror": (*VERIFY_KEYS, *UNMARKED, "marks.rules=['observation:[^1-4]']"),
 }
 """Environment marks unless an arm says otherwise; every step's weights are the newest unless an arm says otherwise."""
-DECIDING = ("unmarked", "marks", "verify-key", "verify-key-quorum", "verify-all")
+DECIDING = ("unmarked", "marks", "verify-key", "verify-all")
 
 
 @dataclass(frozen=True, slots=True)

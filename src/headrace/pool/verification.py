@@ -5,6 +5,9 @@ group with a due member is not served. Its members are sent to the workers that 
 and the worker's weights are new enough to help; they are in flight then, with the limits of any rollout: a worker that does not answer
 is named after limits.report_seconds, a batch that does not come together after limits.batch_seconds. What was delivered before is
 kept and stands when the worker is lost. A member comes back with its round raised, so it is due `verify_rounds` times at most.
+
+Members that wait for one that is out age meanwhile. They are checked again while they wait, so that the tails of those that are cut
+are sampled beside its own, but each time only at twice the age of the last: at every update it would use up rounds and forwards.
 """
 
 from __future__ import annotations
@@ -37,15 +40,24 @@ class Verification:
             (group.workers[member], group, member)
             for group in groups
             for member in sorted(group.finished)
-            if self._is_due(group, member, version) and version - self._versions[group.workers[member]].number <= self._after
+            if self._is_due(group, member, version)
+            and version - self._versions[group.workers[member]].number <= self._after
+            and self._pays(group, member, version)
         ]
+
+    def _pays(self, group: Group, member: int, version: int) -> bool:
+        """Nobody else of its group is out, or it is old enough to be checked before they are back."""
+        if not (group.verifying or group.in_flight):
+            return True
+        summary = group.finished[member].summary
+        return self._is_old(summary, version, self._after * 2**summary.round)
 
     def _is_due(self, group: Group, member: int, version: int) -> bool:
         summary = group.finished[member].summary
-        return summary.round < self._rounds and group.workers[member] in self._versions and self._is_old(summary, version)
+        return summary.round < self._rounds and group.workers[member] in self._versions and self._is_old(summary, version, self._after)
 
-    def _is_old(self, summary: TrajectorySummary, version: int) -> bool:
-        return any((count.key or (self._all and count.unmarked)) and version - count.version.number > self._after for count in summary.versions)
+    def _is_old(self, summary: TrajectorySummary, version: int, after: int) -> bool:
+        return any((count.key or (self._all and count.unmarked)) and version - count.version.number > after for count in summary.versions)
 
     def worker_is(self, worker: str, version: PolicyVersion) -> bool:
         """Its weights in use; True when they are newer than known."""

@@ -255,3 +255,26 @@ def test_an_answer_of_the_same_round_is_refused_and_changes_nothing() -> None:
         assert RetireReason.FAILED not in b.retired.values()
 
     run_virtual(main())
+
+
+def test_while_one_of_the_group_is_out_the_others_are_checked_again_only_at_twice_the_age() -> None:
+    async def main() -> None:
+        b = begun(verify_after=1, verify_rounds=8)
+        await b.advance_to(2)
+        b.worker_at(2)
+        b.deliver(0, key_versions={0: 3}, versions={})
+        first, second = b.groups[0].keys
+        assert b.pool.due_for_verification() == {"w": (first, second)}
+        b.pool.add(finished(first, key_versions={2: 3}, versions={}, round=1), worker="w")  # the other one was cut: it stays out
+        asked = []
+        for number in range(3, 9):
+            b.pool.observe(learner_version=version(number))
+            b.worker_at(number)
+            if b.pool.due_for_verification():
+                asked.append(number)
+                b.pool.add(finished(first, key_versions={number: 3}, versions={}, round=1 + len(asked)), worker="w")
+        assert asked == [5], "age 3 is over twice verify_after; the next time only an age over four times it is enough"
+        b.pool.add(finished(second, key_versions={8: 3}, versions={}, reward=1.0, round=1), worker="w")
+        assert b.pool.due_for_verification() == {"w": (first,)}, "nobody is out: what is older than verify_after is checked"
+
+    run_virtual(main())
