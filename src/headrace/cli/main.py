@@ -147,6 +147,7 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     plan.add_argument("--out", metavar="FILE", default="plan.json", help="where the plan goes (default: plan.json)")
     plan.add_argument("--overlay", metavar="FILE", help="also write the best plan as settings in TOML, for headrace run RECIPE --plan FILE")
+    plan.add_argument("--report", metavar="FILE", help="also write an HTML page with the plans, and production and consumption as a figure")
     plan.add_argument("--rollouts", metavar="N", type=_count_from_0, help="simulated at most, to check the best plans (0: closed forms only, at once)")
 
 

@@ -104,6 +104,11 @@ def _write(proposal: Proposal, arguments: argparse.Namespace) -> list[str]:
     if arguments.overlay is not None and proposal.best is not None:
         write_text(Path(arguments.overlay), overlay_toml(proposal.best, num_updates=arguments.updates and proposal.best.num_updates), option="--overlay")
         lines.append(f"settings {arguments.overlay}")
+    if arguments.report is not None and proposal.best is not None:
+        from headrace.cli.plan_page import plan_page
+
+        write_text(Path(arguments.report), plan_page(proposal, headline(proposal, proposal.best)), option="--report")
+        lines.append(f"page {arguments.report}")
     return lines
 
 
@@ -114,7 +119,7 @@ def described(proposal: Proposal, *, width: int) -> list[str]:
     request, best = proposal.request, proposal.best
     if best is None:
         return []
-    lines = [_headline(proposal, best), ""]
+    lines = [headline(proposal, best), ""]
     lines += _table(proposal, width)
     lines += ["", *_sentences(proposal, best)]
     if len(proposal.rates) > 1:
@@ -124,7 +129,7 @@ def described(proposal: Proposal, *, width: int) -> list[str]:
     return lines
 
 
-def _headline(proposal: Proposal, best: Plan) -> str:
+def headline(proposal: Proposal, best: Plan) -> str:
     request, finish = proposal.request, best.finish_seconds
     how = "all devices sample, then learn" if best.placement == "colocated" else f"{best.num_sampler_devices} sample, {best.num_learner_devices} learn"
     cost = "" if best.cost is None else f", costs {best.cost.p50:,.2f} (P90 {best.cost.p90:,.2f})"

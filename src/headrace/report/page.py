@@ -89,13 +89,17 @@ def page(runs: Sequence[RunRecord], arms: Sequence[Arm], *, verdict: str | None 
     body = _single(runs[0], arms, verdict) if len(runs) == 1 else _several(runs, arms, verdict, target)
     header = tag("header", tag("p", "Headrace report", class_="brand"), tag("h1", title))
     columns = [(arm.name if len(arms) > 1 else "value", arm.runs[0]) for arm in arms]
-    main = tag("main", header, body, settings_section(columns), _footer(runs))
+    return document(f"{title} · headrace report", header, body, settings_section(columns), _footer(runs))
+
+
+def document(title: str, *parts: object) -> str:
+    """A whole HTML file that draws the figures in its parts."""
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"), tag("title", f"{title} · headrace report"), tag("style", Markup(_asset("page.css"))),
+        tag("meta", name="color-scheme", content="light dark"), tag("title", title), tag("style", Markup(_asset("page.css"))),
     )  # fmt: skip
     scripts = [tag("script", Markup(_plotly()), type="text/plain", id="plotly"), tag("script", Markup(_asset("page.js")))]
-    return "<!DOCTYPE html>\n" + tag("html", head, tag("body", main, *scripts), lang="en") + "\n"
+    return "<!DOCTYPE html>\n" + tag("html", head, tag("body", tag("main", *parts), *scripts), lang="en") + "\n"
 
 
 def _single(run: RunRecord, arms: Sequence[Arm], verdict: str | None) -> Markup:

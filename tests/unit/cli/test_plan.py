@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,11 @@ def test_a_plan_that_cannot_be_taken_exits_2(profile: Path, capsys: pytest.Captu
     call(capsys, "plan", "profile.json", "--gpus", "2", "--batch", "64", "--rollouts", "0")
     code, values, _ = call(capsys, "run", "door", *arguments, "--dry-run")
     assert code == 2 and said in values["error"]["message"]
+
+
+def test_the_page_shows_every_plan_and_the_rates(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, values, text = call(capsys, "plan", "profile.json", "--gpus", "8", "--batch", "512", "--rollouts", "0", "--report", "page.html")
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert all(html.escape(plan["why_not_better"], quote=True) in page for plan in values["plans"])
+    assert "Production and consumption" in page and values["flat_region_text"] in page and "page page.html" in text
+    assert "http://" not in page.split('id="plotly"')[0]
