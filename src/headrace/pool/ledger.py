@@ -55,6 +55,14 @@ class Account:
     failed: Counter[str] = field(default_factory=Counter)
     void: int = 0
 
+    def state(self) -> dict[str, Any]:
+        """Plain values; `restored` reads them."""
+        return {**{name: getattr(self, name) for name in _PLAIN_CLASSES}, "skipped": dict(self.skipped), "failed": dict(self.failed)}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Account:
+        return cls(**{name: state[name] for name in _PLAIN_CLASSES}, skipped=Counter(state["skipped"]), failed=Counter(state["failed"]))
+
     def book(self, reason: RetireReason, count: int, detail: str = "") -> None:
         """`detail` is the reason of what was skipped or failed."""
         match reason:
@@ -85,6 +93,9 @@ class Account:
         }
 
 
+_PLAIN_CLASSES = ("generated", "trained", "expired", "filtered", "void")
+
+
 @dataclass(slots=True)
 class KindAccount:
     """One kind of task, in members (attempts do not count) and tokens: shows who is favoured."""
@@ -94,6 +105,15 @@ class KindAccount:
     """RetireReason -> members."""
     trained_tokens: int = 0
     skipped_tokens: Counter[str] = field(default_factory=Counter)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values; `restored` reads them."""
+        counters = {"retired": dict(self.retired), "skipped_tokens": dict(self.skipped_tokens)}
+        return {"offered": self.offered, "trained_tokens": self.trained_tokens, **counters}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> KindAccount:
+        return cls(**{**state, "retired": Counter(state["retired"]), "skipped_tokens": Counter(state["skipped_tokens"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +171,15 @@ class Ledger:
         self._tokens.book(RetireReason.FAILED, remainder, "worker_lost")
         return remainder
 
+    def reported(self, worker: str) -> int:
+        """What `report_generated` was told last."""
+        return self._reported.get(worker, 0)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """That have drawn or delivered anything and were not lost."""
+        return tuple(sorted({*self._reported, *self._delivered}))
+
     def add_evaluation(self, summaries: Iterable[TrajectorySummary]) -> None:
         """Evaluation rollouts: shown beside the ledger, part of none of its sums."""
         for summary in summaries:
@@ -204,6 +233,18 @@ class Ledger:
         else:
             self._tokens.book(RetireReason.FAILED, discarded, "aborted")
 
+    def rollout_lost(self, summary: TrajectorySummary) -> None:
+        """An attempt died with the run; what was drawn for it is its worker's remainder (`worker_lost`)."""
+        self._book_failure(summary, 0)
+
+    def void(self, summary: TrajectorySummary, key_steps: int, *, for_good: bool) -> None:
+        """A good trajectory of weights that a restore has undone; `for_good`: its member is not tried again."""
+        self._tokens.void += summary.num_action_tokens
+        self._trajectories.void += 1
+        self._key_steps.void += key_steps
+        if for_good:
+            self._kind(summary.task_kind).retired[RetireReason.VOID] += 1
+
     def marked(self, num_steps: int) -> None:
         """So many more steps are key."""
         self._key_steps.generated += num_steps
@@ -239,6 +280,29 @@ class Ledger:
 
     def group_retired(self, reason: RetireReason, detail: str = "") -> None:
         self._groups.book(reason, 1, detail)
+
+    # --- over the life of a run ------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything but what the pool holds, as plain values; `restore` reads them."""
+        return {
+            **{name: account.state() for name, account in self._accounts().items()},
+            "reported": dict(self._reported),
+            "delivered": dict(self._delivered),
+            "over_bound": self._over_bound,
+            "evaluation": dict(self._evaluation),
+            "kinds": {name: kind.state() for name, kind in self.kinds.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what an earlier process counted."""
+        self._tokens, self._trajectories, self._groups, self._key_steps = (Account.restored(state[name]) for name in self._accounts())
+        self._reported, self._delivered = dict(state["reported"]), Counter(state["delivered"])
+        self._over_bound, self._evaluation = state["over_bound"], Counter(state["evaluation"])
+        self.kinds = {name: KindAccount.restored(kind) for name, kind in state["kinds"].items()}
+
+    def _accounts(self) -> dict[str, Account]:
+        return {"tokens": self._tokens, "trajectories": self._trajectories, "groups": self._groups, "key_steps": self._key_steps}
 
     # --- what people read -------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from headrace.config import NoSignal, OnExpiry, Settings
 from headrace.errors import HeadraceError, InvariantError
 from headrace.pool import admission
 from headrace.pool.group import Group, lost_rollout
+from headrace.pool.journal import Consumed, Delivered, Journal, Reported, Reserved, Retired, SentBack, SourcePlace, WorkerLost
 from headrace.pool.ledger import Contents, Ledger, Spent
 from headrace.pool.outcomes import account
 from headrace.pool.pacing import Pace, Paced
@@ -96,9 +97,16 @@ class ExperiencePool:
     """One event loop, no threads. `on_retire` hears of every retirement, `on_pace` of every judgement of the pace."""
 
     def __init__(
-        self, settings: Settings, *, on_retire: Callable[[Retirement], None] | None = None, on_pace: Callable[[Paced, float], None] | None = None
+        self,
+        settings: Settings,
+        *,
+        on_retire: Callable[[Retirement], None] | None = None,
+        on_pace: Callable[[Paced, float], None] | None = None,
+        journal: Journal | None = None,
+        source_place: Callable[[], SourcePlace] = lambda: SourcePlace(0, 0),
     ) -> None:
-        """`on_pace` also gets the seconds that `reserve` has waited because of the pace so far."""
+        """`on_pace` also gets the seconds that `reserve` has waited because of the pace so far. `journal`: where everything that happens
+        is written down, with where the task source stands; None: nowhere."""
         self._settings = settings
         self._group_size = settings.rollout.group_size
         self._updates_per_batch = settings.updates_per_batch
@@ -116,6 +124,9 @@ class ExperiencePool:
             )
         self.pace_wait_seconds = 0.0
         self._on_retire, self._on_pace = on_retire, on_pace
+        self.journal, self._source_place = journal, source_place
+        self.place = SourcePlace(0, 0)
+        """Of the task source at the newest reservation."""
         self._groups: dict[int, Group] = {}  # in reservation order, not retired yet
         self._taken: dict[int, _Taken] = {}
         self._parked: dict[str, frozenset[RolloutKey]] = {}  # by worker
@@ -150,20 +161,27 @@ class ExperiencePool:
         self.observe(learner_version=learner_version, sampler_version=sampler_version)
         if not self.has_room():
             return None
-        group_id, time = self._next_group, now()
-        self._next_group += 1
+        group_id = self._next_group
+        self._open(group_id, task, self._group_size)
+        if self.journal is not None:
+            self.place = self._source_place()
+            self.journal.append(Reserved(group_id=group_id, task=task, size=self._group_size, place=self.place))
+        return GroupReservation(group_id=group_id, task=task, keys=tuple(RolloutKey(group_id, member, 0) for member in range(self._group_size)))
+
+    def _open(self, group_id: int, task: Task, size: int) -> None:
+        time = now()
+        self._next_group = group_id + 1
         self._first_seconds = time if self._first_seconds is None else self._first_seconds
         self._groups[group_id] = Group(
             group_id=group_id,
             task=task,
-            size=self._group_size,
-            quorum=self._settings.pool.quorum or self._group_size,
+            size=size,
+            quorum=min(size, self._settings.pool.quorum or size),
             sampler_version=self._sampler_version.number,
-            in_flight=dict.fromkeys(range(self._group_size), 0),
-            issued_seconds=dict.fromkeys(range(self._group_size), time),
+            in_flight=dict.fromkeys(range(size), 0),
+            issued_seconds=dict.fromkeys(range(size), time),
         )
-        self.ledger.reserved(task.kind, self._group_size)
-        return GroupReservation(group_id=group_id, task=task, keys=tuple(RolloutKey(group_id, member, 0) for member in range(self._group_size)))
+        self.ledger.reserved(task.kind, size)
 
     def has_room(self) -> bool:
         """Whether admission lets one more group start now."""
@@ -218,12 +236,24 @@ class ExperiencePool:
 
     # --- add --------------------------------------------------------------------------------------------------------------
 
+    def report_generated(self, worker: str, cumulative_tokens: int) -> None:
+        """Ledger.report_generated, written down."""
+        self.ledger.report_generated(worker, cumulative_tokens)
+        if self.journal is not None:
+            self.journal.append(Reported(worker=worker, generated_tokens=cumulative_tokens))
+
     def add(self, finished: FinishedRollout, *, worker: str = "") -> AddResult:
         """Takes in a finished rollout; `worker` delivered it (needed for `worker_lost` to know what it still owed).
 
         A failed one is tried again while attempts are left, else it leaves its group for good. Raises InvariantError for a
         rollout that was never reserved or came back already.
         """
+        self._group_of(finished.summary.key)
+        if self.journal is not None:
+            self.journal.append(Delivered(worker=worker, generated_tokens=self.ledger.reported(worker), finished=finished))
+        return self._add(finished, worker)
+
+    def _add(self, finished: FinishedRollout, worker: str) -> AddResult:
         summary = finished.summary
         group, member = self._group_of(summary.key), summary.key.member
         before = group.verifying.get(member)
@@ -263,6 +293,11 @@ class ExperiencePool:
 
         What it was verifying is served as it had been delivered, whether `keys` names it or not; nothing it delivered is verified any more.
         """
+        if self.journal is not None:
+            self.journal.append(WorkerLost(worker=worker, generated_tokens=self.ledger.reported(worker), keys=tuple(keys)))
+        return self._worker_lost(worker, keys)
+
+    def _worker_lost(self, worker: str, keys: Sequence[RolloutKey]) -> tuple[AddResult, ...]:
         restored = [(group, member) for group in self._groups.values() for member in sorted(group.verifying) if group.workers[member] == worker]
         for group, member in restored:
             finished = group.verifying.pop(member)
@@ -275,7 +310,7 @@ class ExperiencePool:
         for group in self._groups.values():
             group.workers = {member: "" if name == worker else name for member, name in group.workers.items()}
         stand = {group.finished[member].summary.key: group for group, member in restored}
-        results = {key: self.add(lost_rollout(key, self.task_of(key)), worker=worker) for key in keys if key not in stand}
+        results = {key: self._add(lost_rollout(key, self.task_of(key)), worker) for key in keys if key not in stand}
         for key, group in stand.items():
             results[key] = AddResult(task=group.task, retry=None, group_complete=self._settle(group, ""), verified=True)
         return tuple(results[key] for key in keys)
@@ -371,6 +406,8 @@ class ExperiencePool:
             summary = group.send_back(member, now()).summary
             self.ledger.sent_back(summary, worker)
             due[worker] = (*due.get(worker, ()), summary.key)
+        if due and self.journal is not None:
+            self.journal.append(SentBack(keys=tuple(key for keys in due.values() for key in keys)))
         return due
 
     def take_forgotten(self) -> dict[str, list[RolloutKey]]:
@@ -463,6 +500,10 @@ class ExperiencePool:
         spent = account(taken.selection, result)
         del self._taken[selection.id]
         self._reward_means = {key: mean for key, mean in self._reward_means.items() if key in self._taken or key == selection.id}
+        if self.journal is not None:
+            keys = tuple(member.summary.key for member in selection.members) + selection.filtered
+            before, after = (None, None) if result is None else (result.version_before, result.version_after)
+            self.journal.append(Consumed(selection_id=selection.id, version_before=before, version_after=after, keys=keys))
         for piece, members in taken.pieces:
             self._retire_piece(piece, members, spent)
         if result is not None:
@@ -490,6 +531,8 @@ class ExperiencePool:
         self._note(summary.key, summary.task_kind, reason)
 
     def _note(self, key: RolloutKey, kind: str, reason: RetireReason) -> None:
+        if self.journal is not None:
+            self.journal.append(Retired(key=key, reason=reason))
         if self._on_retire is not None:
             self._on_retire(Retirement(key=key, task_kind=kind, reason=reason))
 
