@@ -13,8 +13,9 @@ from headrace.report.sections import section
 
 _HEADER = (
     "rank", "mode", "learner:sampler", "devices a sampler", "slots", "bound", "s an update", "trajectories/s", "staleness (95 %)", "occupancy", "busy",
-    "done P50", "done P90", "limited by", "checked by",
+    "done P50", "done P90", "limited by",
 )  # fmt: skip
+_CHECKED = "* simulated; the others in closed form, corrected by what simulation showed of their mode. Splits are learner:sampler devices."
 
 
 def plan_page(proposal: Proposal, headline: str) -> str:
@@ -30,7 +31,7 @@ def plan_page(proposal: Proposal, headline: str) -> str:
         f"{origin} · headrace plan",
         header,
         tag("div", tag("p", headline), tag("p", " ".join(part for part in told if part)), class_="summary"),
-        section("The plans", table(_HEADER, [_row(plan) for plan in proposal.plans]), _reasons(proposal.plans)),
+        section("The plans", table(_HEADER, [_row(plan) for plan in proposal.plans]), tag("p", _CHECKED, class_="note"), _reasons(proposal.plans)),
         section("Who limits whom", figure(_rates(proposal)), figure(_staleness(proposal))),
         section("What matters most", table(("input", "per cent of throughput for each per cent more"), _sensitivity(proposal))),
     )
@@ -39,10 +40,14 @@ def plan_page(proposal: Proposal, headline: str) -> str:
 def _row(plan: Plan) -> list[object]:
     stale = f"{plan.staleness.mean:.2f} ({plan.staleness.p95:.3g})" if plan.mode == "async" else "0"
     return [
-        plan.rank, plan.mode, plan.split, plan.tensor_parallel, plan.slots_per_sampler, plan.max_staleness, number_text(plan.step_seconds),
-        number_text(plan.rate), stale, percent(plan.occupancy), percent(plan.busy_fraction), duration(plan.finish_seconds.p50),
-        duration(plan.finish_seconds.p90), plan.bottleneck, plan.verified_by,
+        f"{plan.rank}*" if plan.verified_by == "simulation" else plan.rank, plan.mode, plan.split, plan.tensor_parallel, plan.slots_per_sampler, plan.max_staleness, number_text(plan.step_seconds),
+        number_text(plan.rate), stale, percent(plan.occupancy), percent(plan.busy_fraction), _unbroken(plan.finish_seconds.p50),
+        _unbroken(plan.finish_seconds.p90), plan.bottleneck,
     ]  # fmt: skip
+
+
+def _unbroken(seconds: float) -> str:
+    return duration(seconds).replace(" ", "\u00a0")
 
 
 def _reasons(plans: Sequence[Plan]) -> Markup:

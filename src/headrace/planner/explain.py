@@ -9,7 +9,7 @@ from dataclasses import replace
 from headrace.planner.estimate import steady_state
 from headrace.planner.inputs import INPUTS
 from headrace.planner.plan import Elasticity, Plan, Request
-from headrace.planner.search import FLAT, Candidate, Search
+from headrace.planner.search import FLAT, TIE, Candidate, Search
 
 _DIFFERENCE = 1.05
 """Factor up and down of the finite differences."""
@@ -73,7 +73,8 @@ def flat_region(flat: tuple[Candidate, Candidate] | None, plans: Sequence[Plan])
     if not overlapping or flat is None:
         return (), ""
     best = max(plan.rate for plan in overlapping)
-    ranks = tuple(plan.rank for plan in overlapping if plan.rate >= (1 - FLAT) * best)
+    # plans gave up to two ties away for fewer slots and less staleness
+    ranks = tuple(plan.rank for plan in overlapping if plan.rate >= (1 - FLAT - 2 * TIE) * best)
     few, many = sorted(flat, key=lambda each: each.setup.num_learner_ranks)
     if few.split == many.split:
         return ranks, f"Only the split {few.split} (learner:sampler devices) is within {FLAT:.0%} of the best."
