@@ -60,8 +60,8 @@ def chrome() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose every text is hostile."""
-    directory = write_run(tmp_path_factory.mktemp("one") / "run", made_events())
+    """A run whose every text is hostile, with key steps, verification and pace."""
+    directory = write_run(tmp_path_factory.mktemp("one") / "run", made_events(), extra="[pool]\nmax_key_staleness = 2\n")
     write_trajectories(directory)
     write_tokenizer(directory)
     return write_report([directory], directory / "report.html").path
@@ -79,8 +79,9 @@ def test_page_is_drawn_whole_and_readable(chrome: Browser, one: Path, width: int
     page = chrome.open(one, width=width, dark=dark)
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     drawn = page.evaluate(_DRAWN)
-    assert len(drawn) >= 16
+    assert len(drawn) >= 22
     assert [title for title, whole in drawn if not whole] == []
+    assert {"Age of key steps and of other tokens", "Key steps over their bound", "Verified rollouts", "Redrawn tails", "Pace"} <= {title for title, _ in drawn}
     assert page.complaints() == []
     assert page.evaluate("typeof hostile") == "undefined"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -131,6 +132,17 @@ def test_figures_answer_to_hover_and_zoom(chrome: Browser, one: Path) -> None:
     page.until("document.querySelector('.hoverlayer .hovertext') !== null")
     zoomed = "Plotly.relayout(document.querySelector('.plot'), {'xaxis.range': [1, 2]}).then((plot) => plot.layout.xaxis.range)"
     assert page.evaluate(zoomed) == [1, 2]
+
+
+def test_key_steps_and_other_tokens_have_colours_of_their_own_and_a_bound_of_its_own_line(chrome: Browser, one: Path) -> None:
+    page = chrome.open(one, width=1280)
+    strokes = page.evaluate(
+        "(() => { const plot = [...document.querySelectorAll('figure')].find((each) => each.querySelector('h3').textContent.startsWith('Age of key steps'));"
+        " return [...plot.querySelectorAll('.scatterlayer .js-line')].map((line) => [line.style.stroke, line.style.strokeDasharray]); })()"
+    )
+    (key, _), (key_oldest, dots), (other, _), _, (bound, dashes) = strokes
+    assert key == key_oldest and len({key, other, bound}) == 3
+    assert dots not in ("", "none", dashes), "the oldest are dotted, the bound is dashed"
 
 
 def test_report_of_a_real_run_is_drawn(run_letters: Callable[..., FinishedRun], chrome: Browser) -> None:

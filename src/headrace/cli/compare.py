@@ -81,7 +81,7 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for name, runs in measured.items():
         table.add_row(name, *_cells(runs, target), *(_key_cells(runs) if with_keys else []))
-    Console(file=output.people, width=max(output.width, 100), highlight=False).print(table)
+    Console(file=output.people, width=max(output.width, 120 if with_keys else 100), highlight=False).print(table)
     floor = result["noise_floor"]
     noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
     print(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.", file=output.people)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import pytest
 from fakes.made_events import active, evaluated, lines_of, run_started, taken, updated, window
 from fakes.made_events import statistics as update_statistics
 from headrace import events as ev
+from headrace.cli.compare import print_comparison
+from headrace.cli.output import Output
 from headrace.report.comparison import (
     CurvePoint,
     MeasuredRun,
@@ -240,6 +243,35 @@ def test_useful_tokens_are_the_trained_ones() -> None:
     assert (run.staleness_mean, run.staleness_max) == (1.0, 2)
 
 
+def test_key_steps_of_a_run_are_measured_where_there_are_any() -> None:
+    lines = finished_run()
+    assert measure_run(lines, arm="a", seed=0, run_dir="d", capacity=None).key_staleness_mean is None
+    keyed = []
+    for line in lines:
+        if line["event"] == "updated":
+            numbers = {"key_staleness_mean": 1.5, "key_staleness_max": 2, "key_staleness_histogram": {"0": 1, "2": 3}}
+            line = {**line, "statistics": {**line["statistics"], **numbers}}
+        if line["event"] == "ledger":
+            line = {**line, "ledger": {**line["ledger"], "key_steps": {"offered": 9, "trained": 8, "over_bound": 2}}}
+        keyed.append(line)
+    run = measure_run(keyed, arm="a", seed=0, run_dir="d", capacity=None)
+    assert (run.key_staleness_mean, run.key_staleness_max, run.key_over_bound_fraction) == (1.5, 2, 0.25)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_table_has_columns_of_key_steps_where_an_arm_has_them(marked: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {"sync": [constant("sync", 0, 0.9, 40.0)], "async": [constant("async", seed, 0.9, 10.0) for seed in (0, 1)]}
+    if marked:
+        numbers = [{"key_staleness_mean": mean, "key_staleness_max": oldest, "key_over_bound_fraction": mean / 10} for mean, oldest in ((1.0, 4), (2.0, 7))]
+        runs["async"] = [dataclasses.replace(run, **changes) for run, changes in zip(runs["async"], numbers, strict=True)]
+    result = {**as_json(runs, {"sync": {}, "async": {}}, [], 0.8), "seeds": [0, 1], "capacity": 8, "report": "r", "run_dir": "d"}
+    print_comparison(runs, result, Output(command="compare", json=False))
+    table = capsys.readouterr().out
+    assert ("over bound" in table) is marked
+    assert ("1.5 (max 7)" in table and "15%" in table) is marked
+    assert result["arms"][1]["runs"][1]["key_over_bound_fraction"] == (0.2 if marked else None)
+
+
 def test_repeats_become_differences_of_the_same_weights() -> None:
     run = measure_run(finished_run(), arm="a", seed=0, run_dir="d", capacity=None, repeats={1: 0.53, 2: 0.76})
     assert run.repeat_differences == pytest.approx((0.03, -0.04))
@@ -253,7 +285,7 @@ def test_the_object_has_the_keys_that_others_rely_on() -> None:
     assert {"name", "settings", "runs"} <= found["arms"][0].keys()
     assert {
         "seed", "run_dir", "wall_seconds", "time_to_reward_seconds", "final_mean", "jitter", "occupancy", "busy_fraction", "useful_tokens_per_second",
-        "staleness_mean", "staleness_max", "predicted_seconds",
+        "staleness_mean", "staleness_max", "predicted_seconds", "key_staleness_mean", "key_staleness_max", "key_over_bound_fraction",
     } <= found["arms"][0]["runs"][0].keys()  # fmt: skip
     assert {
         "arm", "baseline", "final_difference", "difference_interval95", "time_ratio", "time_ratio_interval95", "resolved",

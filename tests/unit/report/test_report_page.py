@@ -90,7 +90,7 @@ def test_every_figure_is_one_that_plotly_knows(page: _Reader) -> None:
             return [colored(item) for item in value]
         return "#123456" if isinstance(value, str) and re.fullmatch(r"\$[a-z0-9-]+", value) else value
 
-    assert len(page.figures) >= 16
+    assert len(page.figures) >= 22
     for figure in page.figures:
         assert go.Figure(colored(figure)).data  # raises on properties and values that do not exist
 
@@ -111,6 +111,7 @@ def test_summary_says_in_words_what_the_run_was(page: _Reader) -> None:
     assert "A trained token was 1.5 updates old on average and 2 at most; at key steps 1.0 and 2." in page.text
     assert "The median finished rollout had 10 tokens" in page.text
     assert "8 % were long" in page.text  # 1 of 12
+    assert "Long ones gave their decode slot to short work 12 times" in page.text
 
 
 def test_tables_show_ledger_failures_kinds_and_changed_settings(page: _Reader) -> None:
@@ -249,6 +250,7 @@ def test_seeds_become_one_arm_with_a_band_and_other_settings_another(tmp_path: P
     runs.append(write_run(tmp_path / "c", made_events(mode="sync"), seed=1))
     reader = _Reader(write_report(runs, tmp_path / "r.html").path.read_text(encoding="utf-8"))
     assert "5 runs in 3 arms" in reader.text
+    assert "key steps over the bound" in reader.text and "1.0 / 2" in reader.text and "22 %" in reader.text
     default = default_settings()["pool.max_staleness"]
     assert f"async split pool.max_staleness={default}, 3 seeds" in reader.text and "async split pool.max_staleness=5" in reader.text
     assert "sync colocated" in reader.text

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from fakes.made_events import active, evaluated, lines_of, run_started, statistics, taken, updated, window
+from fakes.report_runs import verified
 from fakes.rollouts import scripted_task
 from fakes.runs import ScriptedRun, run_settings
 from headrace import events as ev
@@ -208,6 +209,80 @@ def test_run_without_a_fault_gets_no_advice() -> None:
         (10.0, active("sampler-0", 10.0, running={8: 9.5}, idle={"gather": 0.5})),
     ]
     assert "!" not in picture(lines_of(timed))
+
+
+def key_step_run(*, over: int = 12, refreshed: int = 4, unkept: int = 0, verify_seconds: float = 1.0, paced: bool = True) -> list[dict[str, Any]]:
+    """100 key steps trained of 130 offered; 3 of 8 asked rollouts are back, one of them cut."""
+    steps = {"offered": 130, "trained": 100, "over_bound": over, "skipped": {"filtered": 20, "refreshed": 6}, "failed": {"worker_lost": 1}, "pooled": 3}
+    work = active("sampler-0", 10.0, running={8: 10.0}, tokens=1000, verify_seconds=verify_seconds, num_unkept=unkept, num_parked=5, applied_updates=2,
+                  apply_delay_seconds=0.6)  # fmt: skip
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start"))]
+    if refreshed:
+        timed.append((1.0, ev.VerificationAsked(role="sampler-0", rollouts=8)))
+        timed += [(2.0, verified(1, member, "short", refreshed=each)) for member, each in enumerate((0, refreshed, 0))]
+    if paced:
+        timed.append((3.0, ev.Paced(limit_groups=6, max_groups=20, over_share=0.2, reason="r", wait_seconds=7.4)))
+    timed += [
+        (10.0, work),
+        (10.0, updated(1, seconds=9.0, busy=9.0, numbers=statistics({1: 9}, keys={1: 3}))),
+        (10.0, ev.LedgerClosed(ledger=ledger_of(steps))),
+    ]
+    return lines_of(timed)
+
+
+def ledger_of(key_steps: dict[str, Any]) -> dict[str, Any]:
+    return {"closes": True, "tokens": {"generated": 10, "skipped": {}, "expired": 0}, "trajectories": {"generated": 9, "filtered": 0}, "key_steps": key_steps}
+
+
+def test_key_steps_verification_pace_late_weights_and_parking_have_a_line_each() -> None:
+    text = picture(key_step_run(), width=120)
+    for shown in (
+        "key steps   100 of 130 trained, 12% of them over the bound; 20 filtered, 6 refreshed, 1 worker lost",
+        "verified    3 rollouts, 33% of them cut; 4 tokens cut off; 1.0 s of checks; 5 out now",
+        "pace        6 of 20 groups may be out; waited 7 s for it",
+        "weights     taken up 0.30 s after they arrived, on average",
+        "parked      5 times a long rollout gave its slot to short work",
+    ):
+        assert shown in text, shown
+    assert "out now" not in picture([*key_step_run(), run_finished("done")], width=120)
+    assert max(map(len, picture(key_step_run()).splitlines())) <= 80
+
+
+def test_run_without_key_steps_has_none_of_these_lines() -> None:
+    text = picture(going_run())
+    assert not any(line.startswith(label) for line in text.splitlines() for label in ("key steps", "verified", "pace", "weights", "parked"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "pool", "words"),
+    [
+        ({"refreshed": 0, "paced": False}, {"max_key_staleness": 2}, "older than 2 updates: try pool.verify=key_steps or pool.pace_key_steps=true"),
+        ({"refreshed": 0}, {"max_key_staleness": 2}, "older than 2 updates: try pool.verify=key_steps"),
+        ({"paced": False}, {}, "older than pool.max_key_staleness: try pool.pace_key_steps=true"),
+        ({}, {}, "older than pool.max_key_staleness: try a lower pool.max_staleness"),
+    ],
+)
+def test_key_steps_trained_too_old_are_warned_of_with_what_is_not_tried_yet(changes: dict[str, Any], pool: dict[str, Any], words: str) -> None:
+    summary = summarize(key_step_run(**changes))
+    (found,) = [text for text in advice(summary, summary["utilization"], settings={"pool": pool}) if "key steps" in text]
+    assert found == f"12% of the key steps are trained {words}"
+    summary = summarize(key_step_run(over=5, **changes))
+    assert not any("key steps" in text for text in advice(summary, summary["utilization"]))
+
+
+def test_rollouts_that_could_not_be_kept_for_verification_are_warned_of() -> None:
+    settings = {"sampler": {"verify_memory_bytes": 1000}}
+    text = " ".join(picture(key_step_run(unkept=3), settings=settings, width=200).split())
+    assert "3 rollouts could not be verified, their distributions did not fit: try sampler.verify_memory_bytes=2000 (now 1000)" in text
+    assert "could not be verified" not in picture(key_step_run(), settings=settings, width=200)
+
+
+def test_verification_that_takes_much_of_the_samplers_time_is_warned_of() -> None:
+    settings = {"pool": {"verify_after": 1}}
+    assert "verification takes 40% of the samplers' busy time: try pool.verify_after=2 (now 1)" in picture(
+        key_step_run(verify_seconds=4.0), settings=settings, width=200
+    )
+    assert "verification takes" not in picture(key_step_run(verify_seconds=2.0), settings=settings, width=200)
 
 
 def test_stale_filtered_and_failed_shares_are_warned_of() -> None:
