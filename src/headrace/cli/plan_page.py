@@ -12,10 +12,13 @@ from headrace.report.progress import duration
 from headrace.report.sections import section
 
 _HEADER = (
-    "rank", "mode", "learner:sampler", "devices a sampler", "slots", "bound", "s an update", "trajectories/s", "staleness (95 %)", "occupancy", "busy",
+    "rank", "mode", "learner:sampler", "parallel", "slots", "bound", "s an update", "trajectories/s", "staleness (95 %)", "occupancy", "busy",
     "done P50", "done P90", "limited by",
 )  # fmt: skip
-_CHECKED = "* simulated; the others in closed form, corrected by what simulation showed of their mode. Splits are learner:sampler devices."
+_CHECKED = (
+    "Splits are learner:sampler devices; parallel: devices of one sampler. "
+    "* simulated; the others in closed form, corrected by what simulation showed of their mode."
+)
 
 
 def plan_page(proposal: Proposal, headline: str) -> str:
@@ -39,8 +42,9 @@ def plan_page(proposal: Proposal, headline: str) -> str:
 
 def _row(plan: Plan) -> list[object]:
     stale = f"{plan.staleness.mean:.2f} ({plan.staleness.p95:.3g})" if plan.mode == "async" else "0"
+    rank = f"{plan.rank}*" if plan.verified_by == "simulation" else plan.rank
     return [
-        f"{plan.rank}*" if plan.verified_by == "simulation" else plan.rank, plan.mode, plan.split, plan.tensor_parallel, plan.slots_per_sampler, plan.max_staleness, number_text(plan.step_seconds),
+        rank, plan.mode, plan.split, plan.tensor_parallel, plan.slots_per_sampler, plan.max_staleness, number_text(plan.step_seconds),
         number_text(plan.rate), stale, percent(plan.occupancy), percent(plan.busy_fraction), _unbroken(plan.finish_seconds.p50),
         _unbroken(plan.finish_seconds.p90), plan.bottleneck,
     ]  # fmt: skip

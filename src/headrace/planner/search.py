@@ -38,6 +38,8 @@ _AGE_MARGIN = 1.5
 """Times the mean age of a token at the end of its group that a proposed bound leaves."""
 _ALL_SPLITS = 64
 """Up to so many splits every one is looked at, beyond that a ladder and the neighbourhood of the best."""
+_MOST_OF_A_ROUND = 8192
+"""Rollouts of one sampler in a synchronous batch, where there are other splits: its closed form takes long."""
 _LADDER = 24
 _TOLD = 8
 """Up to so many splits the table shows all."""
@@ -226,7 +228,7 @@ class Search:
 
     def _best_sync_engines(self, parallel: int, batch: int, most: int) -> int:
         """generate + learn: the one falls and the other rises with the samplers, their sum has one valley."""
-        low, high = 1, most
+        low, high = min(most, math.ceil(batch / _MOST_OF_A_ROUND)), most
         while high - low > 2:
             third = (high - low) // 3
             left, right = low + third, high - third
