@@ -39,7 +39,7 @@ from headrace.report.progress import ProgressView, duration
 SYNC, ASYNC = "sync", "async"
 DEFAULT_EVALUATIONS = 20
 BELONGS_TO_ARM = ("run.mode", "run.placement", "run.num_samplers", "run.num_learner_ranks")
-SET_BY_COMPARE = ("checkpoint.every_updates", "checkpoint.keep", "evaluation.every_updates")
+SET_BY_COMPARE = ("checkpoint.every_updates", "checkpoint.every_seconds", "checkpoint.keep", "evaluation.every_updates")
 
 _EVENTS, _COMPARISON, _REPEATS = "events.jsonl", "comparison.json", "evaluation_repeats.json"
 _OTHER_STREAMS = 1_000_003
@@ -86,7 +86,8 @@ class Plan:
         if updates // self.every(settings) < NUM_SMOOTHED:
             message = f"{updates} updates with an evaluation every {self.every(settings)} give fewer than {NUM_SMOOTHED}, and the final value is their mean."
             raise ConfigError([Problem(key="--evaluate-every", value=self.evaluate_every, message=message, remedy="Use more updates or fewer between two.")])
-        added = [f"checkpoint.every_updates={self.every(settings)}", f"checkpoint.keep={updates + 1}", "evaluation.every_updates=0"]
+        added = [f"checkpoint.every_updates={self.every(settings)}", "checkpoint.every_seconds=0", f"checkpoint.keep={updates + 1}"]
+        added.append("evaluation.every_updates=0")
         if is_exact(settings) and shared.origins["evaluation.samples_per_task"] != COMMAND_LINE:
             added.append("evaluation.samples_per_task=0")
         return added

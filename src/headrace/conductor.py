@@ -22,18 +22,19 @@ still no batch comes together, which `learn` notices.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from headrace import events as ev
+from headrace.checkpointing import Checkpoints, RepeatingSource, Restore, go_on
 from headrace.clock import Waits, now
 from headrace.config import Settings, Verify
 from headrace.errors import HeadraceError, WaitTimeoutError, WorkerLostError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.pool.group import lost_rollout
+from headrace.pool.journal import Journal
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
 from headrace.setbacks import Setbacks
@@ -70,23 +71,27 @@ class Conductor:
         events: EventSink,
         checkpoint_directory: Path | None,
         recorder: TrajectoryRecorder | None = None,
+        journal: Journal | None = None,
+        restore: Restore | None = None,
     ) -> None:
+        """`journal`: what makes the run one that can be gone on with. `restore`: what it goes on from; the learner has those weights."""
         self.settings = settings
-        self.source, self.learner, self.evaluator = roles.source, roles.learner, roles.evaluator
+        self.source, self.learner, self.evaluator = RepeatingSource(roles.source), roles.learner, roles.evaluator
         self.recorder = recorder
         self.pool = ExperiencePool(
             settings,
             on_retire=None if recorder is None else lambda member: recorder.retired(member.key, member.reason),
             on_pace=lambda paced, wait_seconds: events.emit(ev.Paced.of(paced, wait_seconds=wait_seconds)),
+            journal=journal,
+            source_place=self.source.place,
         )
+        self.restored = None if restore is None else go_on(restore, self.learner, self.pool, self.source, recorder)
         self.waits = Waits()
         self.sampling, self.evaluation_sampling = sampling, evaluation_sampling
         self.evaluation_tasks = evaluation_tasks
         self.events = events
-        self.checkpoint_directory = checkpoint_directory
-        self.last_checkpoint: Path | None = None
-        self._checkpoints: list[Path] = []
-        self.workers = Workers(roles.workers, self.learner.version)
+        self.checkpoints = Checkpoints(settings, self.learner, events, self.waits, directory=checkpoint_directory, journal=journal, restore=restore)
+        self.workers = Workers(roles.workers, PolicyVersion(0, 0))
         self._supervision = Supervision(settings, events, self.waits, roles.restart)
         self._changed = asyncio.Condition()
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
@@ -96,7 +101,8 @@ class Conductor:
     async def run(self) -> None:
         """Trains until num_updates. Raises the first HeadraceError of any loop; cancelling it ends every loop."""
         await self._publish()
-        await self._evaluate(self.learner.version)
+        if self.restored is None:
+            await self._evaluate(self.learner.version)
         self.events.emit(ev.TimedWindow(phase="start"))
         try:
             async with asyncio.TaskGroup() as group:
@@ -115,12 +121,17 @@ class Conductor:
                     await state.worker.stop()
         except BaseExceptionGroup as group_error:
             raise first_error(group_error) from group_error
-        await self._save()
+        await self.checkpoints.save(self.pool, self.source)
         await self._evaluate(self.learner.version)
 
     # --- the loops ---------------------------------------------------------------------------------------------------------
 
     async def _roll_out(self) -> None:
+        if self.restored is not None:
+            await self._wait_applied(self.learner.version)  # nothing is sampled by older weights
+            for task, keys in self.restored.in_flight:
+                await self._wait_changed(self.workers.have_room)
+                await self.workers.give([self._request(key, task) for key in keys])
         while True:
             await self._wait_changed(self.workers.have_room)
             reservation = await self.pool.reserve(self.source.next(), learner_version=self.learner.version, sampler_version=self.workers.oldest_version())
@@ -139,7 +150,7 @@ class Conductor:
                 )
             except (WorkerLostError, WaitTimeoutError) as error:
                 report = await self._replace(state, error)
-            self.pool.ledger.report_generated(report.worker, report.generated_tokens)
+            self.pool.report_generated(report.worker, report.generated_tokens)
             for finished in report.finished:
                 await self._add(finished, state)
             self._note(state, report)
@@ -160,6 +171,7 @@ class Conductor:
                 self.pool.retire(selection, None)
                 self._setbacks.empty(self.pool.reward_mean(selection))
                 continue
+            await self.checkpoints.written_down()
             sent = now()
             result = await self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
             learned = now()
@@ -265,29 +277,12 @@ class Conductor:
         self.events.emit(evaluated(self.settings, result, now() - started))
 
     async def _after_update(self, result: UpdateResult) -> None:
+        if self.checkpoints.due(result):
+            await self.checkpoints.save(self.pool, self.source)
         before, after = result.version_before.number, result.version_after.number
-        every = self.settings.checkpoint.every_updates
-        if every and before // every != after // every and after < self.settings.run.num_updates:
-            await self._save()
         every = self.settings.evaluation.every_updates
         if every and before // every != after // every and after < self.settings.run.num_updates and self._due.empty():
             self._due.put_nowait(result.version_after)
-
-    async def _save(self) -> None:
-        if self.checkpoint_directory is None:
-            return
-        started, version = now(), self.learner.version
-        path = self.checkpoint_directory / f"update_{version.number:06d}"
-        await self.waits.limited(self.learner.save(path), f"conductor waits for the learner to save {path.name}", self.settings.limits.save_seconds)
-        self.last_checkpoint = path
-        await self._keep_newest(path)
-        self.events.emit(ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=now() - started))
-
-    async def _keep_newest(self, path: Path) -> None:
-        """Removes checkpoints beyond checkpoint.keep, oldest first."""
-        self._checkpoints = [*(other for other in self._checkpoints if other != path), path]
-        while len(self._checkpoints) > self.settings.checkpoint.keep:
-            await asyncio.to_thread(shutil.rmtree, self._checkpoints.pop(0), ignore_errors=True)
 
     # --- notes -------------------------------------------------------------------------------------------------------------
 

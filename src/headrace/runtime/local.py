@@ -204,7 +204,7 @@ async def run_local(
                     await conductor.run()
             finally:
                 record.final_version = conductor.learner.version
-            return RunOutcome(run_directory=run_directory, checkpoint=conductor.last_checkpoint, startup_seconds=startup_seconds)
+            return RunOutcome(run_directory=run_directory, checkpoint=conductor.checkpoints.last, startup_seconds=startup_seconds)
 
 
 async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
