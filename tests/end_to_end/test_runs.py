@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -143,10 +144,31 @@ def test_nothing_is_left_after_a_run_that_is_cancelled(model_cache: Path, tmp_pa
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_a_killed_role_ends_the_run_with_its_name_and_nothing_left(model_cache: Path, tmp_path: Path, run_letters: RunLetters) -> None:
+def test_a_killed_sampler_is_replaced_and_the_run_makes_all_its_updates(run_letters: RunLetters) -> None:
     run_letters("run.num_updates=1", name="warm")
     before = left_behind()
-    settings = load_settings(LETTERS, ["run.num_updates=1000"])
+
+    def kill_sampler(event: dict[str, Any]) -> None:
+        if event["event"] == "updated" and event["version"] == 2:
+            next(process for process in multiprocessing.active_children() if process.name == "sampler-0").kill()
+
+    run = run_letters("run.num_updates=8", "pool.max_staleness=1", subscribers=[kill_sampler])
+    assert run.named("updated")[-1]["version"] == 8
+    (lost,), (restarted,) = run.named("role_lost"), run.named("role_restarted")
+    assert (lost["role"], lost["restarted"]) == ("sampler-0", True) and "SIGKILL" in lost["error"]
+    again = [event for event in run.named("rollout_failed") if event["reason"] == "worker_lost"]
+    assert len(again) == lost["rollouts"] > 0 and all(event["retried"] for event in again)
+    ledger = run.named("ledger")[-1]["ledger"]
+    assert ledger["closes"] and ledger["trajectories"]["failed"]["worker_lost"] == lost["rollouts"]
+    joined = next(event for event in run.named("weights_applied") if event["time"] >= restarted["time"])
+    assert joined["version"] >= 2, "it took up the newest weights before it sampled anything"
+    assert left_behind() == before
+
+
+def test_a_killed_role_that_may_not_restart_ends_the_run_with_its_name_and_nothing_left(model_cache: Path, tmp_path: Path, run_letters: RunLetters) -> None:
+    run_letters("run.num_updates=1", name="warm")
+    before = left_behind()
+    settings = load_settings(LETTERS, ["run.num_updates=1000", "limits.max_restarts=0"])
 
     def kill_one(event: dict[str, Any]) -> None:
         if event["event"] == "updated" and event["version"] == 2:

@@ -191,7 +191,7 @@ async def scripted_roles(settings: Settings, code: RecipeCode, progress: Any, ev
                     end_tokens=(END_TOKEN,),
                     has_chat_template=False,
                     devices=devices,
-                    processes=[],
+                    irreplaceable=[],
                 )
             finally:
                 for task in tasks:

@@ -70,14 +70,16 @@ def host_learner(end: socket.socket, model: Path, settings: Settings, channel: A
         shutdown_ranks()
 
 
-def host_worker(end: socket.socket, name: str, model: Path, settings: Settings, code: RecipeCode, channel: Any, adapters: AdapterLayout | None = None) -> None:
-    """One rollout worker: takes requests and announcements, sends reports."""
+def host_worker(
+    end: socket.socket, name: str, model: Path, settings: Settings, code: RecipeCode, channel: Any, adapters: AdapterLayout | None, measures: bool = True
+) -> None:
+    """One rollout worker: takes requests and announcements, sends reports. `measures` its capacity before it says hello."""
     from headrace.rollout.render import end_tokens, has_chat_template
     from headrace.rollout.worker import RolloutWorkerCore
 
     sampler, tokenizer = _make_sampler(model, settings, channel, adapters)
     started = time.perf_counter()
-    capacity, saturated = sampler.measure_capacity()
+    capacity, saturated = sampler.measure_capacity() if measures else (None, None)
     facts = {
         "capacity": capacity,
         "saturated_tokens_per_second": saturated,

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Placement, Settings
 from headrace.config_loading import ResolvedSettings
-from headrace.errors import ModelError, WaitTimeoutError, first_error
+from headrace.errors import ModelError, WaitTimeoutError, WorkerLostError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
@@ -30,6 +31,7 @@ from headrace.runtime import hosts
 from headrace.runtime.preflight import check_chats, read_recipe
 from headrace.runtime.processes import Alive, RoleProcess, refuse_start_while_importing, watched
 from headrace.runtime.run_record import run_record
+from headrace.supervision import Restart
 from headrace.tasks.source import ListTaskSource
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
 from headrace.updates import AdapterLayout, Selection, UpdateResult, WeightUpdate
@@ -48,36 +50,56 @@ class RunOutcome:
     startup_seconds: float
 
 
+class LocalRole:
+    """A role in a process of its own, which another one may replace."""
+
+    def __init__(self, make: Callable[[bool], RoleProcess], settings: Settings) -> None:
+        """`make(again)` makes the process; `again` is True for a successor."""
+        self._make = make
+        self._settings = settings
+        self.process = make(False)
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    async def restart(self) -> None:
+        """Ends the process at once, starts its successor and waits until that is up."""
+        await self.process.stop(0.0)
+        self.process = self._make(True)
+        await _limited_hello(self.process, self._settings)
+
+
 class LocalWorker:
     """roles.RolloutWorker over the wire."""
 
-    def __init__(self, process: RoleProcess) -> None:
-        self.name = process.name
-        self._process = process
+    def __init__(self, role: LocalRole) -> None:
+        self.name = role.name
+        self._role = role
 
     async def start(self, requests: Sequence[RolloutRequest]) -> None:
-        await self._process.send(("start", (tuple(requests),)))
+        self._role.process.post(("start", (tuple(requests),)))
 
     async def next_report(self) -> WorkerReport:
-        report = await self._process.receive()
+        report = await self._role.process.receive()
         assert isinstance(report, WorkerReport)
         return report
 
     async def announce(self, update: WeightUpdate) -> None:
-        await self._process.send(("announce", (update,)))
+        self._role.process.post(("announce", (update,)))
 
     async def verify(self, keys: Sequence[RolloutKey]) -> None:
-        await self._process.send(("verify", (tuple(keys),)))
+        self._role.process.post(("verify", (tuple(keys),)))
 
     async def forget(self, keys: Sequence[RolloutKey]) -> None:
-        await self._process.send(("forget", (tuple(keys),)))
+        self._role.process.post(("forget", (tuple(keys),)))
 
     async def cancel(self, keys: Sequence[RolloutKey]) -> None:
-        await self._process.send(("cancel", (tuple(keys),)))
+        self._role.process.post(("cancel", (tuple(keys),)))
 
     async def stop(self) -> None:
-        self._process.let_end()
-        await self._process.send(("stop", ()))
+        self._role.process.let_end()
+        self._role.process.post(("stop", ()))
 
 
 class LocalLearner:
@@ -118,14 +140,14 @@ class LocalLearner:
 
 
 class LocalEvaluator:
-    """roles.Evaluator over the wire. Raises WaitTimeoutError when its process shows no sign of life for limits.report_seconds."""
+    """roles.Evaluator over the wire. Raises WorkerLostError also when its process shows no sign of life for limits.report_seconds."""
 
-    def __init__(self, process: RoleProcess, settings: Settings) -> None:
-        self._process = process
+    def __init__(self, role: LocalRole, settings: Settings) -> None:
+        self._role = role
         self._limit_seconds = settings.limits.report_seconds
 
     async def evaluate(self, version: PolicyVersion, requests: Sequence[RolloutRequest], tasks: Sequence[Task]) -> EvaluationResult:
-        await self._process.send((version, tuple(requests), tuple(tasks)))
+        await self._role.process.send((version, tuple(requests), tuple(tasks)))
         while isinstance(answer := await self._sign_of_life(), Alive):
             pass
         result: EvaluationResult = answer
@@ -134,12 +156,12 @@ class LocalEvaluator:
     async def _sign_of_life(self) -> Any:
         try:
             async with asyncio.timeout(self._limit_seconds) as timeout:
-                return await self._process.receive()
+                return await self._role.process.receive()
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise WaitTimeoutError(
-                f"conductor waits for a sign of life from {self._process.name}: no answer in {self._limit_seconds:g} s.",
+            raise WorkerLostError(
+                f"conductor waits for a sign of life from {self._role.name}: no answer in {self._limit_seconds:g} s.",
                 remedy="It may be blocked by the recipe's Python: use `await` for waits, or a plain `def`; limits.report_seconds is the limit.",
             ) from None
 
@@ -191,7 +213,7 @@ async def run_local(
             record.begin(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
             conductor = Conductor(
                 settings,
-                Roles(source=source, workers=roles.workers, learner=roles.learner, evaluator=roles.evaluator),
+                Roles(source=source, workers=roles.workers, learner=roles.learner, evaluator=roles.evaluator, restart=roles.restart),
                 sampling=sampling,
                 evaluation_sampling=evaluation_sampling,
                 evaluation_tasks=tasks,
@@ -200,7 +222,7 @@ async def run_local(
                 recorder=record.store,
             )
             try:
-                async with watched(roles.processes):
+                async with watched(roles.irreplaceable):
                     await conductor.run()
             finally:
                 record.final_version = conductor.learner.version
@@ -214,9 +236,9 @@ async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progre
     code = RecipeCode(resolved.task_module, settings.task.options)
     _, tasks = await read_recipe(settings, code)
     progress("starting the evaluator", 0.0)
-    evaluator = RoleProcess("evaluator", hosts.host_evaluator, (checkpoint, settings, code, None), core=None)
+    evaluator = LocalRole(lambda again: RoleProcess("evaluator", hosts.host_evaluator, (checkpoint, settings, code, None), core=None), settings)
     try:
-        hello = await _limited_hello(evaluator, settings)
+        hello = await _limited_hello(evaluator.process, settings)
         check_chats(tasks, hello["has_chat_template"])
         _, sampling = sampling_parameters(settings, hello["end_tokens"])
         requests = evaluation_requests(settings, tasks, sampling)
@@ -225,7 +247,7 @@ async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progre
             result = await LocalEvaluator(evaluator, settings).evaluate(PolicyVersion(0, 0), requests, tasks)
         return evaluated(settings, result, time.perf_counter() - started)
     finally:
-        await evaluator.stop(settings.limits.stop_seconds)
+        await evaluator.process.stop(settings.limits.stop_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,45 +258,52 @@ class _LocalRoles:
     end_tokens: tuple[int, ...]
     has_chat_template: bool
     devices: list[dict[str, Any]]
-    processes: Sequence[RoleProcess]
+    irreplaceable: Sequence[RoleProcess]
+    """Those whose end is the end of the run."""
+    restart: Restart | None = None
 
 
 @contextlib.asynccontextmanager
 async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress, evaluate: bool) -> AsyncIterator[_LocalRoles]:
     """All role processes, up and answering; ended, by force if need be, when the context is left."""
-    processes: list[RoleProcess] = []
+    ranks: list[RoleProcess] = []
+    replaceable: dict[str, LocalRole] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as meeting_place, contextlib.ExitStack() as stack:
         try:
             model, parameter_bytes, adapters = await _prepare(settings, code, progress)
             channel = stack.enter_context(contextlib.closing(SharedMemoryChannel(parameter_bytes)))
             layout = CoreLayout.of(settings)
             address = f"file://{meeting_place}/ranks"
-            ranks = [
+            ranks += [
                 RoleProcess(f"learner-{rank}", hosts.host_learner, (model, settings, channel, rank, address), core=layout.learner(rank))
                 for rank in range(settings.run.num_learner_ranks)
             ]
-            processes += ranks
-            workers = [
-                RoleProcess(f"sampler-{index}", hosts.host_worker, (f"sampler-{index}", model, settings, code, channel, adapters), core=layout.sampler(index))
-                for index in range(settings.run.num_samplers)
-            ]
-            processes += workers
-            evaluators = [RoleProcess("evaluator", hosts.host_evaluator, (model, settings, code, channel, adapters), core=None)] if evaluate else []
-            processes += evaluators
+
+            def worker(index: int, again: bool) -> RoleProcess:
+                name, core = f"sampler-{index}", layout.sampler(index)
+                return RoleProcess(name, hosts.host_worker, (name, model, settings, code, channel, adapters, not again), core=core)
+
+            def evaluator(again: bool) -> RoleProcess:
+                return RoleProcess("evaluator", hosts.host_evaluator, (model, settings, code, channel, adapters), core=None)
+
+            workers = [LocalRole(partial(worker, index), settings) for index in range(settings.run.num_samplers)]
+            evaluators = [LocalRole(evaluator, settings)] if evaluate else []
+            replaceable.update((role.name, role) for role in (*workers, *evaluators))
             progress("starting samplers and learner", 0.0)
-            facts = await _hellos(processes, settings)
-            channel.close()  # each process that needs it has its own end
+            facts = await _hellos([*ranks, *(role.process for role in replaceable.values())], settings)
+            restarts = settings.limits.max_restarts > 0
             yield _LocalRoles(
-                workers=[LocalWorker(process) for process in workers],
+                workers=[LocalWorker(role) for role in workers],
                 learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
                 evaluator=LocalEvaluator(evaluators[0], settings) if evaluators else None,
                 end_tokens=facts[workers[0].name]["end_tokens"],
                 has_chat_template=facts[workers[0].name]["has_chat_template"],
                 devices=_devices(settings, facts),
-                processes=processes,
+                irreplaceable=ranks if restarts else [*ranks, *(role.process for role in replaceable.values())],
+                restart=(lambda name: replaceable[name].restart()) if restarts else None,
             )
         finally:
-            await _stop_all(processes, settings.limits.stop_seconds)
+            await _stop_all([*ranks, *(role.process for role in replaceable.values())], settings.limits.stop_seconds)
 
 
 async def _prepare(settings: Settings, code: RecipeCode, progress: StartupProgress) -> tuple[Path, int, AdapterLayout | None]:

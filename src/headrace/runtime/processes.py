@@ -113,6 +113,7 @@ class RoleProcess:
         self._process = context().Process(target=_child, args=(name, self._theirs, core, main, arguments), name=name, daemon=False)
         self._may_end = False
         self._receiving = False
+        self._stopped = False
         self.wire: AsyncWire | None = None
 
     @property
@@ -148,6 +149,11 @@ class RoleProcess:
         except ConnectionError:
             raise await self._lost() from None
 
+    def post(self, message: Any) -> None:
+        """Returns at once. What a process is told that has ended, or is not up yet, is lost; `receive` tells of the end."""
+        if self.wire is not None:
+            self.wire.post(message)
+
     def let_end(self) -> None:
         """From now on its end is no surprise."""
         self._may_end = True
@@ -159,8 +165,10 @@ class RoleProcess:
             await self.receive()
 
     async def stop(self, limit_seconds: float) -> None:
-        """Closes the connection, which tells the child to end; kills it when it does not, also when this is cancelled."""
+        """Closes the connection, which tells the child to end; kills it when it does not, also when this is cancelled. Once is enough."""
         self.let_end()
+        if self._stopped:
+            return
         if self.wire is not None:
             self.wire.close()
         else:
@@ -177,6 +185,7 @@ class RoleProcess:
                 self._process.kill()
             self._process.join()
             self._process.close()
+            self._stopped = True
 
     async def _start(self) -> None:
         """In a thread: the first one waits for the forkserver to load. Cancelled meanwhile, it does not wait for that."""
@@ -253,14 +262,14 @@ def _child(name: str, end: socket.socket, core: int | None, main: Callable[..., 
 
 
 def as_headrace_error(error: BaseException, name: str) -> HeadraceError:
-    """The error to send home: the first HeadraceError inside, else the exception named with its place."""
+    """The error to send home: the first HeadraceError inside, else, of a role that broke down, the exception named with its place."""
     error = first_error(error)
     if isinstance(error, HeadraceError):
         return error
     place = traceback.extract_tb(error.__traceback__)
     where = f" ({place[-1].filename}:{place[-1].lineno})" if place else ""
     traceback.print_exception(error)
-    return HeadraceError(f"{name}: {type(error).__name__}: {error}{where}")
+    return WorkerLostError(f"{name}: {type(error).__name__}: {error}{where}")
 
 
 def _end_with(sentinel: int) -> None:

@@ -33,6 +33,12 @@ class AsyncWire:
         self._writer.write(_LENGTH.pack(len(data)) + data)
         await self._writer.drain()
 
+    def post(self, message: Any) -> None:
+        """Never waits; to an end that is gone it says nothing."""
+        if not self._writer.transport.is_closing():
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
     async def receive(self) -> Any:
         """Raises EOFError when the other end is gone. A message whose receive is cancelled half-way is lost with the wire."""
         try:
