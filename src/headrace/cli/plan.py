@@ -150,7 +150,7 @@ def _table(proposal: Proposal, width: int) -> list[str]:
         mark = "*" if plan.verified_by == "simulation" else ""
         stale = f"{plan.staleness.mean:.2f}" if plan.mode == "async" else "0"
         table.add_row(
-            f"{plan.rank}{mark}", plan.mode, plan.split if plan.placement == "split" else "in turn", str(plan.tensor_parallel), str(plan.slots_per_sampler),
+            f"{plan.rank}{mark}", plan.kind, plan.split if plan.placement == "split" else "in turn", str(plan.tensor_parallel), str(plan.slots_per_sampler),
             str(plan.max_staleness), number(plan.step_seconds), number(plan.rate), stale, f"{plan.occupancy:.0%}", f"{plan.busy_fraction:.0%}",
             duration(plan.finish_seconds.p50), plan.bottleneck,
         )  # fmt: skip

@@ -44,7 +44,7 @@ def _row(plan: Plan) -> list[object]:
     stale = f"{plan.staleness.mean:.2f} ({plan.staleness.p95:.3g})" if plan.mode == "async" else "0"
     rank = f"{plan.rank}*" if plan.verified_by == "simulation" else plan.rank
     return [
-        rank, plan.mode, plan.split, plan.tensor_parallel, plan.slots_per_sampler, plan.max_staleness, number_text(plan.step_seconds),
+        rank, plan.kind, plan.split, plan.tensor_parallel, plan.slots_per_sampler, plan.max_staleness, number_text(plan.step_seconds),
         number_text(plan.rate), stale, percent(plan.occupancy), percent(plan.busy_fraction), _unbroken(plan.finish_seconds.p50),
         _unbroken(plan.finish_seconds.p90), plan.bottleneck,
     ]  # fmt: skip

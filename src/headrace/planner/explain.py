@@ -13,6 +13,7 @@ from headrace.planner.search import FLAT, TIE, Candidate, Search
 
 _DIFFERENCE = 1.05
 """Factor up and down of the finite differences."""
+_ORDER = {"oldest_first": " Groups are trained in the order they began.", "ready_first": " Groups are trained as they finish."}
 _BALANCED = 0.97
 """Production / consumption at which neither side is said to limit."""
 _DEADLINE_SEARCH = 16
@@ -49,6 +50,8 @@ def _limit(plan: Plan) -> str:
 
 
 def _remedy(plan: Plan, best: Plan) -> str:
+    if plan.selection != best.selection and plan.mode == best.mode == "async":
+        return _ORDER[plan.selection]
     if plan.mode == "sync" or best.mode == "sync" or plan.tensor_parallel != best.tensor_parallel:
         return "" if plan.tensor_parallel == best.tensor_parallel else f" Its samplers take {_devices(plan.tensor_parallel)} each."
     if plan.num_sampler_devices > best.num_sampler_devices:
@@ -59,7 +62,7 @@ def _remedy(plan: Plan, best: Plan) -> str:
 
 
 def _differences(plan: Plan, best: Plan) -> str:
-    differing = []
+    differing = [_ORDER[plan.selection].strip(" .").lower()] if plan.selection != best.selection and plan.mode == best.mode else []
     if plan.staleness.mean > best.staleness.mean + 0.05:
         differing.append(f"with staleness {plan.staleness.mean:.2f} instead of {best.staleness.mean:.2f}")
     if plan.tensor_parallel > best.tensor_parallel:

@@ -142,6 +142,11 @@ class Plan:
         return f"{self.num_learner_devices}:{self.num_sampler_devices}"
 
     @property
+    def kind(self) -> str:
+        """For people: mode, and the order of training where it is not that of finishing."""
+        return f"{self.mode}, in order" if self.mode == "async" and self.selection == "oldest_first" else self.mode
+
+    @property
     def setup(self) -> Setup:
         return Setup(
             mode=self.mode, placement=self.placement, num_samplers=self.num_samplers, num_learner_ranks=self.num_learner_devices,

@@ -109,7 +109,10 @@ def _staleness(profile: Profile, candidate: Candidate) -> StalenessSpread:
 def _checked(search: Search, pairs: Sequence[tuple[Candidate, Plan]], simulate: Simulate, max_rollouts: int | None) -> list[tuple[Candidate, Plan]]:
     """The best, the best synchronous one and the runner-up by simulation; plans of their mode are then corrected as the best of them was."""
     chosen = [0, *(index for index, (_, plan) in enumerate(pairs) if plan.mode == "sync" and index)][:2]
-    chosen += [index for index in range(len(pairs)) if index not in chosen][: MAX_SIMULATED - len(chosen)]
+    others = [index for index in range(len(pairs)) if index not in chosen]
+    # another split tells more than another order
+    others.sort(key=lambda index: pairs[index][1].selection != pairs[0][1].selection)
+    chosen += others[: MAX_SIMULATED - len(chosen)]
     chosen.sort()
     # drift is the forecast's: a simulated run is short and stands for the profile as it was measured
     trials = [

@@ -253,6 +253,8 @@ class Search:
             flat = self._flat(own[0], own[1], curve)
             chosen = self._worth_telling(own[0], own[1], curve, flat) + [_top(each) for kind, each in curves.items() if kind != own]
         chosen = [self.settled(each) for each in chosen]
+        if chosen:
+            chosen.append(self._in_order(_top(chosen)))
         synchronous = [each for kind in kinds for each in self.synchronous(*kind)]
         for placement in ("colocated", "split"):
             alike = [each for each in synchronous if each.setup.placement == placement]
@@ -316,6 +318,11 @@ class Search:
         tried = self.candidate(candidate.tensor_parallel, replace(candidate.setup, quorum=quorum))
         return tried if tried.rate > (1 + _QUORUM_GAIN) * candidate.rate else None
 
+    def _in_order(self, candidate: Candidate) -> Candidate:
+        """The same, trained in the order in which groups began: no kind of rollout is left behind, all wait for the slowest."""
+        setup = replace(candidate.setup, selection="oldest_first", max_staleness=self.request.max_staleness)
+        return self.candidate(candidate.tensor_parallel, setup)
+
     def best_rate(self) -> float:
         """Of any plan but synchronous splits; trajectories/s."""
         rates = [0.0]
@@ -330,7 +337,16 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     if not order:
         return []
     tied = [each for each in order if each.rate >= (1 - TIE) * order[0].rate]
-    first = min(tied, key=lambda each: (each.setup.quorum is not None, each.num_devices, each.tensor_parallel, each.steady.staleness.mean))
+    first = min(
+        tied,
+        key=lambda each: (
+            each.setup.selection == "oldest_first",
+            each.setup.quorum is not None,
+            each.num_devices,
+            each.tensor_parallel,
+            each.steady.staleness.mean,
+        ),
+    )
     return [first, *(each for each in order if each is not first)]
 
 

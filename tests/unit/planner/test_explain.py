@@ -71,6 +71,13 @@ def test_synchronous_plans_are_said_not_to_overlap(proposal: Proposal) -> None:
     assert "Nothing overlaps" in why_not_better(sync, sync)
 
 
+def test_the_best_split_is_told_in_the_other_order_too(proposal: Proposal) -> None:
+    best = next(plan for plan in proposal.plans if plan.mode == "async")
+    (in_order,) = (plan for plan in proposal.plans if plan.selection == "oldest_first")
+    assert best.selection == "ready_first" and in_order.split == best.split and in_order.rate <= 1.01 * best.rate
+    assert "in the order they began" in in_order.why_not_better.replace("groups are", "Groups are")
+
+
 def test_flat_region_names_its_ends_as_learner_to_sampler_devices(proposal: Proposal) -> None:
     inside = [plan for plan in proposal.plans if plan.rank in proposal.flat_region and plan.tensor_parallel == 1]
     assert inside and all(plan.rate >= 0.92 * proposal.plans[0].rate for plan in inside)
@@ -104,9 +111,9 @@ def test_simulation_corrects_what_it_checked_and_the_others_of_its_mode(proposal
 
     checked = make_proposal(proposal.profile, REQUEST, simulate=simulate, max_rollouts=3000)
     assert len(asked) == MAX_SIMULATED and {mode for mode, _ in asked} == {"sync", "async"} and {most for _, most in asked} == {1000}
-    before = {(plan.mode, plan.split, plan.tensor_parallel): plan for plan in proposal.plans}
+    before = {(plan.kind, plan.split, plan.tensor_parallel): plan for plan in proposal.plans}
     for plan in checked.plans:
-        closed = before[plan.mode, plan.split, plan.tensor_parallel]
+        closed = before[plan.kind, plan.split, plan.tensor_parallel]
         factor = 1.2 if plan.mode == "async" else 1.1
         assert plan.step_seconds == pytest.approx(factor * closed.step_seconds)
         assert plan.finish_seconds.p50 == pytest.approx(factor * closed.finish_seconds.p50)
