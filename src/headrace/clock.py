@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,6 +67,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         pass
 
     def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if threading.current_thread() is threading.main_thread() and self.is_running():  # a signal handler's: asyncio cancels on Ctrl-C
+            return self.call_soon(*args, **kwargs)
         raise RuntimeError("the virtual clock knows no threads: use in-process roles")
 
     def run_in_executor(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,11 +52,28 @@ def test_virtual_clock_refuses_threads_and_sockets() -> None:
         await asyncio.open_connection("127.0.0.1", 9)
 
     async def other_thread_wakes_it() -> None:
-        asyncio.get_running_loop().call_soon_threadsafe(lambda: None)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.get_running_loop().call_soon_threadsafe, lambda: None).result()
 
     for main in (thread, sockets, other_thread_wakes_it):
         with pytest.raises(RuntimeError, match="the virtual clock knows no"):
             run_virtual(main())
+
+
+def test_ctrl_c_cancels_a_virtual_run_like_any_other() -> None:
+    ended = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(1.0, signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            ended.append(now())
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(main())
+    assert ended == [1.0]
 
 
 def test_wait_within_its_limit_returns_the_answer_and_leaves_no_name() -> None:
