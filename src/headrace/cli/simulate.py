@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.output import Output
-from headrace.cli.run import choose_run_directory
+from headrace.cli.run import choose_run_directory, sigterm_as_ctrl_c
 from headrace.config import Settings
 from headrace.config_loading import make_settings
 from headrace.errors import ConfigError, Problem
@@ -19,11 +19,14 @@ from headrace.planner.profile import Profile, profile_from_json
 from headrace.planner.simulation import merged, observed_tree, plan_tree, simulated_tree
 from headrace.planner.time_model import time_model
 from headrace.report.picture import end_picture
+from headrace.report.progress import duration
 from headrace.report.summary import summarize
 from headrace.runtime.simulated import simulate
 
 DEFAULT_UPDATES = 50
 """Of a profile that no run was made for."""
+_TOLD_SECONDS = 5.0
+"""Between two lines of progress."""
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
@@ -33,7 +36,9 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     name = path.stem if plan is None else f"{path.stem}-{plan.rank}"
     directory = choose_run_directory(arguments.run_dir, f"simulated-{name}")
     started = time.perf_counter()
-    outcome = simulate(settings, time_model(profile, settings, failures=arguments.failures), run_directory=directory, name=name)
+    model, progress = time_model(profile, settings, failures=arguments.failures), _Progress(settings.run.num_updates, output)
+    with sigterm_as_ctrl_c():
+        outcome = simulate(settings, model, run_directory=directory, name=name, subscribers=[progress.on_event])
     took = time.perf_counter() - started
     events = list(read_events(directory / "events.jsonl"))
     print(end_picture(events, directory, width=output.width), file=output.people)
@@ -42,6 +47,21 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     values = {"rank": None if plan is None else plan.rank, "seconds": outcome.seconds, "num_rollouts": rollouts, "preempted": outcome.preempted}
     output.result({"run_dir": str(directory), **values, **summarize(events)})
     return 0
+
+
+class _Progress:
+    """Lines about a simulation that takes long."""
+
+    def __init__(self, num_updates: int, output: Output) -> None:
+        self._num_updates, self._output = num_updates, output
+        self._started = self._told = time.monotonic()
+
+    def on_event(self, line: dict[str, Any]) -> None:
+        if line["event"] != "updated" or (now := time.monotonic()) - self._told < _TOLD_SECONDS:
+            return
+        self._told, made = now, line["version"]
+        left = (now - self._started) * (self._num_updates / made - 1)
+        self._output.say(f"update {made}/{self._num_updates}, {duration(line['time'])} simulated, {duration(left)} to go")
 
 
 def _read(path: Path, rank: int | None) -> tuple[Profile, Plan | None, dict[str, dict[str, Any]]]:
