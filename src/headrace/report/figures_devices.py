@@ -30,6 +30,7 @@ ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "publish": ("wait-publish", "publishes weights"),
     "checkpoint": ("wait-checkpoint", "writes a checkpoint"),
     "unreported": ("wait-unreported", "did not report"),
+    "restart": ("wait-restart", "was lost, is started again"),
     OTHER: ("wait-other", "other"),
     "evaluate": ("evaluate", "evaluates"),
 }

@@ -73,6 +73,11 @@ class ProgressView:
             case "rollout_failed" if not line["retried"] and (line["task_id"], line["reason"]) not in self._failures:
                 self._failures.add((line["task_id"], line["reason"]))  # once a task: the end shows how often
                 self._print(f"task {line['task_id']} failed: {line['reason']}: {line['error']}"[:500])
+            case "role_lost":
+                what = "it is started again" if line["restarted"] else "the run ends"
+                self._print(f"{line['role']} was lost: {line['error']}"[:500] + f" {line['rollouts']} rollouts begin anew; {what}")
+            case "role_restarted":
+                self._print(f"{line['role']} is back after {line['seconds']:.1f} s")
             case "checkpoint_saved":
                 self._print(f"checkpoint {line['path']}")
             case "waiting":

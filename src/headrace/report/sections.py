@@ -167,7 +167,8 @@ def _ledger_lead(run: RunRecord) -> str | None:
 def _failure_table(run: RunRecord) -> Markup | None:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for line in run.events("rollout_failed"):
-        one = found.setdefault((line["task_id"], line["reason"]), {"final": 0, "retried": 0, "error": ""})
+        whose = line["role"] if line["reason"] == "worker_lost" else line["task_id"]  # no fault of the tasks that it had
+        one = found.setdefault((whose, line["reason"]), {"final": 0, "retried": 0, "error": ""})
         one["retried" if line["retried"] else "final"] += 1
         one["error"] = line["error"]
     if not found:

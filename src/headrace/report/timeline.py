@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.report.utilization import COLOCATED
+from headrace.report.utilization import COLOCATED, RESTART
 
 Line = Mapping[str, Any]
 
@@ -132,6 +132,8 @@ def _spread(slices: Sequence[Slice], start: float, width: float, count: int) -> 
 def _sampler_slices(lines: Iterable[Line], device: str, role: str, capacity: float) -> list[Slice]:
     slices = []
     for line in lines:
+        if line["event"] == "role_restarted" and _works_on(line["role"], device, role):
+            slices.append(_one(line["time"], line["seconds"], RESTART))
         if line["event"] != "worker_active" or not _works_on(line["role"], device, role):
             continue
         activity = line["activity"]

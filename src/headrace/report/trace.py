@@ -69,6 +69,8 @@ def _marks(run: RunRecord, process: int, tracks: Mapping[str, int]) -> Iterator[
                 yield _instant(process, tracks.get(line["role"], _CONDUCTOR_TRACK), time, f"weights {line['version']} in use")
             case "timed_window":
                 yield _instant(process, _CONDUCTOR_TRACK, time, f"training: {line['phase']}")
+            case "role_lost" | "role_restarted":
+                yield _instant(process, tracks.get(line["role"], _CONDUCTOR_TRACK), time, line["event"].replace("_", " "))
             case "run_resumed" | "run_finished":
                 yield _instant(process, _CONDUCTOR_TRACK, time, line["event"].replace("_", " "))
 

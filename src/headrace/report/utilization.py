@@ -20,6 +20,7 @@ COLOCATED = "colocated"
 _WAITS_FOR_BATCH = "batch"
 _OTHER = "other"
 _UNREPORTED = "unreported"
+RESTART = "restart"
 _REPORT_GAP_SECONDS = 2.0
 # while a colocated learner works, its device's sampler reports that it has nothing to do: most plainly for want of admission
 _IDLE_BEFORE = ("admission", "weights", "gather")
@@ -119,6 +120,11 @@ class _Device:
         for reason, lasted in idle.items():
             self.sampler_idle[reason] = self.sampler_idle.get(reason, 0.0) + share * lasted
 
+    def add_restart(self, seconds: float) -> None:
+        """Its worker was lost, and its successor is up again."""
+        self.covered += seconds
+        self.sampler_idle[RESTART] = self.sampler_idle.get(RESTART, 0.0) + seconds
+
 
 class UtilizationMeter:
     """Adds up what each device did. Each line is given with the windows known by then, or with any stretch of time to look at."""
@@ -134,6 +140,10 @@ class UtilizationMeter:
                 for device in self._devices:
                     if _works_on(line["role"], device):
                         device.add_sampler_work(line, windows)
+            case "role_restarted":
+                for device in self._devices:
+                    if _works_on(line["role"], device):
+                        device.add_restart(windows.inside(time, line["seconds"]))
             case "updated":
                 finished = time - line.get("finished_seconds_ago", 0.0)
                 share = windows.share(finished, line["seconds"])

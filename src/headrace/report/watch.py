@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -70,6 +70,8 @@ class WatchState:
         self.pool: Line | None = None
         self.recording: Line | None = None
         self.longest_waits: dict[str, str | None] = {}
+        self._down: dict[str, Line] = {}
+        self._losses: Counter[str] = Counter()
         self._version = 0
         self._waiting: Line | None = None
         self._recent: deque[Line] = deque()
@@ -95,6 +97,12 @@ class WatchState:
                 self.pool = line
             case "waiting":
                 self._waiting = line
+            case "role_lost":
+                self._down[line["role"]] = line
+                self._losses[line["role"]] += 1
+                self.longest_waits.pop(line["role"], None)
+            case "role_restarted":
+                self._down.pop(line["role"], None)
             case "trajectories_recorded":
                 self.recording = line
             case "run_started" | "run_resumed":
@@ -136,6 +144,11 @@ class WatchState:
 
     def warnings(self) -> list[str]:
         found = advice(self.summary.result(), self.recent_utilization(), settings=self.settings, newest=self.statistics, pool=self.pool)
+        for role, count in self._losses.items():
+            if role in self._down and self.finished is None:
+                found.insert(0, f"{role} was lost and is started again: {self._down[role]['error']}")
+            else:
+                found.append(f"{role} was lost {count} time{'s' * (count > 1)}" + ("" if role in self._down else " and came back"))
         if self.refused:
             found.insert(0, f"the last update was refused: {self.refused}")
         if self.recording is not None and self.recording["lost"]:

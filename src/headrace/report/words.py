@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -125,8 +126,21 @@ def long_and_slow(run: RunRecord) -> str | None:
     )
 
 
+def losses(run: RunRecord) -> str | None:
+    """Of processes that died, broke down or hung in the middle of the run."""
+    lost, back = run.events("role_lost"), run.events("role_restarted")
+    if not lost:
+        return None
+    counts = Counter(line["role"] for line in lost)
+    who = ", ".join(f"{role} {count} time{'s' * (count > 1)}" for role, count in sorted(counts.items()))
+    text = f"Lost in the middle of the run: {who}; {sum(line['rollouts'] for line in lost):,} rollouts began anew"
+    if back:
+        text += f", and it took {duration(max(line['seconds'] for line in back))} at most until a successor was up"
+    return f"{text}. The last time: {lost[-1]['error']}"
+
+
 def run_sentences(run: RunRecord) -> list[str]:
-    return [each for each in (headline(run), result(run), utilization(run), freshness(run), rollouts(run)) if each]
+    return [each for each in (headline(run), result(run), utilization(run), freshness(run), rollouts(run), losses(run)) if each]
 
 
 def final_of(run: RunRecord) -> float | None:
