@@ -19,7 +19,8 @@ from headrace.config import Settings
 from headrace.errors import HeadraceError, InvariantError, WorkerLostError
 from headrace.rollout.worker import ROOM_CHECK_SECONDS
 from headrace.runtime.simulated_engine import Action, DecodeEngine
-from headrace.runtime.time_model import PlannedRollout, TimeModel
+from headrace.runtime.simulated_rollouts import SimulatedRollout, WaitingRollouts
+from headrace.runtime.time_model import TimeModel
 from headrace.types import (
     EndReason,
     FinishedRollout,
@@ -39,25 +40,6 @@ class _Engine(Enum):
     PAUSED = 2
 
 
-class _Rollout:
-    """One in flight."""
-
-    __slots__ = ("action", "drawn", "is_over", "plan", "request", "started", "step", "timer", "tokens", "wait_seconds")
-
-    def __init__(self, request: RolloutRequest, plan: PlannedRollout, started: float) -> None:
-        self.request, self.plan, self.started = request, plan, started
-        self.step = 0
-        self.tokens = 0
-        """Of the trajectory so far."""
-        self.drawn: dict[PolicyVersion, int] = {}
-        self.action: Action | None = None
-        """None while it waits for its environment."""
-        self.timer: asyncio.TimerHandle | None = None
-        """Of the environment's last answer, with which it ends."""
-        self.wait_seconds = 0.0
-        self.is_over = False
-
-
 class SimulatedWorker:
     """Implements roles.RolloutWorker. Made in the loop that it lives in."""
 
@@ -65,9 +47,9 @@ class SimulatedWorker:
         self.name = name
         self.engine = DecodeEngine(model, max_running=settings.sampler.max_running)
         self._settings, self._model = settings, model
-        self._rollouts: dict[RolloutKey, _Rollout] = {}
+        self._rollouts: dict[RolloutKey, SimulatedRollout] = {}
         self._waits = WaitingRollouts(settings.sampler.gather_seconds)
-        self._answers: list[tuple[float, int, bool, _Rollout]] = []
+        self._answers: list[tuple[float, int, bool, SimulatedRollout]] = []
         """When environments answer, earliest first: (time, order, noticed then, rollout)."""
         self._num_answers = 0
         self._finished: list[FinishedRollout] = []
@@ -97,7 +79,7 @@ class SimulatedWorker:
         for request in requests:
             if request.key in self._rollouts:
                 raise InvariantError(f"{self.name}: {request.key} was started twice.")
-            rollout = self._rollouts[request.key] = _Rollout(request, self._model.plan_rollout(request, version), now)
+            rollout = self._rollouts[request.key] = SimulatedRollout(request, self._model.plan_rollout(request, version), now)
             if (delay := self._notice_seconds()) > 0:  # the environment's reset is an answer too
                 self._answer_comes(now + delay, True, rollout)
             else:
@@ -246,7 +228,7 @@ class SimulatedWorker:
 
     # --- rollouts ----------------------------------------------------------------------------------------------------------
 
-    def _act(self, rollout: _Rollout) -> None:
+    def _act(self, rollout: SimulatedRollout) -> None:
         """Its next action waits for a slot."""
         step = rollout.plan.steps[rollout.step]
         rollout.timer = None
@@ -257,7 +239,7 @@ class SimulatedWorker:
 
     def _acted(self, action: Action) -> None:
         rollout = action.owner
-        assert isinstance(rollout, _Rollout)
+        assert isinstance(rollout, SimulatedRollout)
         self._note_drawn(rollout, action)
         step = rollout.plan.steps[rollout.step]
         self._expect_room()
@@ -271,14 +253,14 @@ class SimulatedWorker:
         else:
             rollout.timer = self._loop.call_later(step.wait_seconds, self._noticed, rollout)
 
-    def _note_drawn(self, rollout: _Rollout, action: Action) -> None:
+    def _note_drawn(self, rollout: SimulatedRollout, action: Action) -> None:
         rollout.action = None
         if action.drawn:  # an observation that nobody answered is no part of the trajectory
             rollout.tokens = action.context + action.observation_tokens
         for version, count in action.drawn.items():
             rollout.drawn[version] = rollout.drawn.get(version, 0) + count
 
-    def _answer_comes(self, time: float, noticed: bool, rollout: _Rollout) -> None:
+    def _answer_comes(self, time: float, noticed: bool, rollout: SimulatedRollout) -> None:
         heapq.heappush(self._answers, (time, self._num_answers, noticed, rollout))
         self._num_answers += 1
 
@@ -301,18 +283,18 @@ class SimulatedWorker:
             else:
                 self._act(rollout)
 
-    def _noticed(self, rollout: _Rollout, time: float | None = None) -> None:
+    def _noticed(self, rollout: SimulatedRollout, time: float | None = None) -> None:
         rollout.wait_seconds += self._waits.end(rollout, clock.now() if time is None else time)
         self._go_to_next_step(rollout)
 
-    def _go_to_next_step(self, rollout: _Rollout) -> None:
+    def _go_to_next_step(self, rollout: SimulatedRollout) -> None:
         rollout.step += 1
         if rollout.step < len(rollout.plan.steps):
             self._act(rollout)
         else:
             self._end(rollout, EndReason.ENVIRONMENT_ERROR if rollout.plan.fails else EndReason.DONE)
 
-    def _give_up(self, rollout: _Rollout) -> None:
+    def _give_up(self, rollout: SimulatedRollout) -> None:
         if rollout.action is not None:
             self.engine.drop(rollout.action)
             self._note_drawn(rollout, rollout.action)
@@ -323,7 +305,7 @@ class SimulatedWorker:
                 rollout.wait_seconds += self._waits.end(rollout, clock.now())
         self._end(rollout, EndReason.CANCELLED)
 
-    def _end(self, rollout: _Rollout, reason: EndReason) -> None:
+    def _end(self, rollout: SimulatedRollout, reason: EndReason) -> None:
         request, now = rollout.request, clock.now()
         del self._rollouts[request.key]
         rollout.is_over = True
@@ -392,30 +374,3 @@ class SimulatedWorker:
 
 
 _ERRORS = {EndReason.ENVIRONMENT_ERROR: "a failure by the simulated rate", EndReason.CANCELLED: "cancelled by the run"}
-
-
-class WaitingRollouts:
-    """Rollouts in their environments, by how long: those that wait longer than `patience_seconds` have given their slot away."""
-
-    def __init__(self, patience_seconds: float) -> None:
-        self._patience = patience_seconds
-        self._since: dict[_Rollout, float] = {}
-        """In order of time; the first `_num_long` have been out for longer than the patience."""
-        self._fresh: dict[_Rollout, None] = {}
-
-    def begin(self, rollout: _Rollout, now: float) -> None:
-        self._since[rollout] = now
-        self._fresh[rollout] = None
-
-    def end(self, rollout: _Rollout, now: float) -> float:
-        """Returns how long it waited."""
-        self._fresh.pop(rollout, None)
-        return now - self._since.pop(rollout)
-
-    def __contains__(self, rollout: _Rollout) -> bool:
-        return rollout in self._since
-
-    def num_long(self, now: float) -> int:
-        while self._fresh and now - self._since[first := next(iter(self._fresh))] > self._patience:
-            del self._fresh[first]
-        return len(self._since) - len(self._fresh)
