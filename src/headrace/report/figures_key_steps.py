@@ -9,6 +9,7 @@ from typing import Any
 from headrace.report.figures_learning import Points, rolling_mean, thinned
 from headrace.report.markup import Chart
 from headrace.report.record import Line, RunRecord
+from headrace.report.summary import OutForVerification
 
 _MAX_BINS = 60
 _TAIL_BINS = 10
@@ -116,15 +117,18 @@ def out_for_verification(run: RunRecord) -> Chart | None:
 def rollouts_out(lines: Iterable[Line]) -> list[tuple[float, int]]:
     """(time, rollouts out for verification from then on), one entry for each change."""
     found: list[tuple[float, int]] = []
-    out = 0
+    out = OutForVerification()
     for line in lines:
-        if line["event"] == "verification_asked":
-            out += line["rollouts"]
-        elif line["event"] == "rollout_verified":
-            out -= 1
-        else:
-            continue
-        found.append((line["time"], out))
+        match line["event"]:
+            case "verification_asked":
+                out.asked(line["role"], line["rollouts"])
+            case "rollout_verified":
+                out.returned(line["role"])
+            case "role_lost" if found:
+                out.lost(line["role"])
+            case _:
+                continue
+        found.append((line["time"], out.number))
     return found
 
 

@@ -39,15 +39,16 @@ def key_step_lead(run: RunRecord) -> str | None:
     if count := offered(run):
         staleness, over = run.summary["staleness"], over_bound_fraction(run.summary["ledger"])
         bound = key_bound(run)
-        text = f"{count:,} steps of finished rollouts were key steps"
+        text = f"{count:,} key steps were offered"
         if staleness["key_mean"] is not None:
-            text += f"; trained, their tokens were {staleness['key_mean']:.1f} updates old on average and {staleness['key_max']} at most"
+            trained = run.summary["ledger"]["key_steps"]["trained"]
+            text += f" and {trained:,} trained; their tokens were {staleness['key_mean']:.1f} updates old on average and {staleness['key_max']} at most"
         if staleness["other_mean"] is not None:
             text += f", the other tokens {staleness['other_mean']:.1f} and {staleness['other_max']}"
         sentences.append(text + ".")
         if over is not None:
             of = f" of {bound:,} updates" if bound is not None else ""
-            sentences.append(f"{percent(over)} of the trained ones were over their bound{of}.")
+            sentences.append(f"{percent(over)} of the trained key steps were over their bound{of}.")
     numbers = run.summary["verification"]
     if numbers["rollouts"]:
         cut = numbers["cut"] / numbers["rollouts"]

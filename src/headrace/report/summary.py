@@ -52,9 +52,11 @@ class RunSummary:
             case "rollout_failed" if not line["retried"] and line["reason"] != "cancelled":
                 self._add_failure(line)
             case "verification_asked":
-                self._upkeep.asked += line["rollouts"]
+                self._upkeep.add_asked(line)
             case "rollout_verified":
                 self._upkeep.add_verified(line)
+            case "role_lost":
+                self._upkeep.out.lost(line["role"])
             case "ledger" | "checkpoint_saved" | "timed_window" | "paced" as event:
                 self._newest[event] = line
 
@@ -145,11 +147,17 @@ class _Upkeep:
     """What keeping data fresh has cost: verification, updates that waited, long rollouts that gave way."""
 
     def __init__(self) -> None:
-        self.asked = self._returned = self._cut = self._refreshed_tokens = self._refreshed_key_steps = 0
+        self.out = OutForVerification()
+        self._asked = self._returned = self._cut = self._refreshed_tokens = self._refreshed_key_steps = 0
         self._verify_seconds, self._verify_tokens, self._unkept = 0.0, 0, 0
         self._applied, self._delay_seconds, self._parked = 0, 0.0, 0
 
+    def add_asked(self, line: Line) -> None:
+        self._asked += line["rollouts"]
+        self.out.asked(line["role"], line["rollouts"])
+
     def add_verified(self, line: Line) -> None:
+        self.out.returned(line["role"])
         self._returned += 1
         self._cut += line["refreshed"] > 0
         self._refreshed_tokens += line["refreshed"]
@@ -167,12 +175,32 @@ class _Upkeep:
     def result(self) -> dict[str, Any]:
         return {
             "verification": {
-                "asked": self.asked, "rollouts": self._returned, "cut": self._cut, "refreshed_tokens": self._refreshed_tokens,
+                "asked": self._asked, "out": self.out.number, "rollouts": self._returned, "cut": self._cut, "refreshed_tokens": self._refreshed_tokens,
                 "refreshed_key_steps": self._refreshed_key_steps, "seconds": self._verify_seconds, "tokens": self._verify_tokens, "unkept": self._unkept,
             },
             "apply_delay_seconds": self._delay_seconds / self._applied if self._applied else None,
             "parked": self._parked,
         }  # fmt: skip
+
+
+class OutForVerification:
+    """How many finished rollouts are with a worker to be verified. What a lost worker had stays as it was delivered."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[str, int] = {}
+
+    @property
+    def number(self) -> int:
+        return sum(self._by_worker.values())
+
+    def asked(self, worker: str, rollouts: int) -> None:
+        self._by_worker[worker] = self._by_worker.get(worker, 0) + rollouts
+
+    def returned(self, worker: str) -> None:
+        self._by_worker[worker] = max(0, self._by_worker.get(worker, 0) - 1)
+
+    def lost(self, worker: str) -> None:
+        self._by_worker.pop(worker, None)
 
 
 def over_bound_fraction(ledger: Mapping[str, Any] | None) -> float | None:

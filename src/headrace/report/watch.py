@@ -311,7 +311,7 @@ def _add_key_steps(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -
         rows.add("key steps", f"{text}; {', '.join(left)}" if left else text)
     verification = summary["verification"]
     if verification["asked"]:
-        out = max(0, verification["asked"] - verification["rollouts"]) if state.finished is None else 0
+        out = verification["out"] if state.finished is None else 0
         cut = verification["cut"] / verification["rollouts"] if verification["rollouts"] else 0.0
         lost = f"{verification['refreshed_tokens']:,} tokens cut off"
         text = f"{verification['rollouts']:,} rollouts, {cut:.0%} of them cut; {lost}; {verification['seconds']:.1f} s of checks"

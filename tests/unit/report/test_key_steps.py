@@ -33,8 +33,9 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_section_says_how_old_key_steps_were_and_what_verification_did(marked: Path) -> None:
     assert key_step_lead(load_run(marked)) == (
-        "72 steps of finished rollouts were key steps; trained, their tokens were 1.0 updates old on average and 2 at most, the other tokens 1.7 and 2. "
-        "22\u00a0% of the trained ones were over their bound of 2 updates. 12 times a finished rollout was verified, and 50\u00a0% of these times it was cut."
+        "72 key steps were offered and 54 trained; their tokens were 1.0 updates old on average and 2 at most, the other tokens 1.7 and 2. "
+        "22\u00a0% of the trained key steps were over their bound of 2 updates. "
+        "12 times a finished rollout was verified, and 50\u00a0% of these times it was cut."
     )
     text = write_report([marked], marked / "report.html").path.read_text(encoding="utf-8").replace("\u00a0", " ")
     section = text.partition("<h2>Key steps</h2>")[2].partition("<h2>")[0]
@@ -87,8 +88,8 @@ def test_redrawn_share_is_of_the_rollout_as_it_came_back(tmp_path: Path) -> None
 def test_mean_time_out_is_that_of_rollouts_followed_one_by_one() -> None:
     draw = random.Random(1)
     spans = sorted((start := draw.uniform(0, 50), start + draw.expovariate(1.0)) for _ in range(200))
-    asked = [(start, {"event": "verification_asked", "time": start, "rollouts": 1}) for start, _ in spans]
-    back = [(end, {"event": "rollout_verified", "time": end}) for _, end in spans]
+    asked = [(start, {"event": "verification_asked", "time": start, "role": "s", "rollouts": 1}) for start, _ in spans]
+    back = [(end, {"event": "rollout_verified", "time": end, "role": "s"}) for _, end in spans]
     lines = [line for _, line in sorted([*asked, *back], key=lambda each: each[0])]
     assert mean_seconds_out(rollouts_out(lines)) == pytest.approx(sum(end - start for start, end in spans) / len(spans))
     assert mean_seconds_out([]) is None

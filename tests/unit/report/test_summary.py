@@ -153,10 +153,17 @@ def test_verification_pace_parking_and_late_updates_are_counted_from_their_event
     timed += [(1.0, first), (1.0, second), (1.1, ev.Paced(**{**paced, "limit_groups": 9}, reason="r")), (1.2, ev.Paced(**paced, reason="r"))]
     summary = summarize(lines_of(timed))
     assert summary["verification"] == pytest.approx(
-        {"asked": 5, "rollouts": 3, "cut": 2, "refreshed_tokens": 10, "refreshed_key_steps": 2, "seconds": 0.5, "tokens": 70, "unkept": 1}
+        {"asked": 5, "out": 2, "rollouts": 3, "cut": 2, "refreshed_tokens": 10, "refreshed_key_steps": 2, "seconds": 0.5, "tokens": 70, "unkept": 1}
     )
     assert summary["pace"] == paced, "the newest"
     assert (summary["parked"], summary["apply_delay_seconds"]) == (2, 0.5)
+
+
+def test_what_a_lost_worker_had_is_out_for_verification_no_more() -> None:
+    lost = ev.RoleLost(role="sampler-1", error="e", rollouts=4, losses=1, restarted=True)
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), *((0.1, ev.VerificationAsked(role=f"sampler-{n}", rollouts=5 + n)) for n in (0, 1))]
+    timed += [(0.2, verified(1, 0, "short")), (0.3, lost), (0.4, ev.VerificationAsked(role="sampler-1", rollouts=2))]
+    assert [summarize(lines_of(timed[:end]))["verification"]["out"] for end in range(1, 7)] == [0, 5, 11, 10, 4, 6]
 
 
 def test_share_over_the_bound_is_of_the_trained_key_steps() -> None:
@@ -179,7 +186,9 @@ def test_summary_has_the_agreed_keys_and_values() -> None:
         "useful_tokens_per_second": 10.0, "saturated_tokens_per_second": None, "ledger": {"closes": True},
         "checkpoint": "runs/x/checkpoints/update_000002",
         "failures": [], "pace": None, "parked": 0, "apply_delay_seconds": None,
-        "verification": {"asked": 0, "rollouts": 0, "cut": 0, "refreshed_tokens": 0, "refreshed_key_steps": 0, "seconds": 0.0, "tokens": 0, "unkept": 0},
+        "verification": {
+            "asked": 0, "out": 0, "rollouts": 0, "cut": 0, "refreshed_tokens": 0, "refreshed_key_steps": 0, "seconds": 0.0, "tokens": 0, "unkept": 0,
+        },
     }  # fmt: skip
 
 
