@@ -18,8 +18,8 @@ MAX_SIMULATED = 3
 MAX_ROLLOUTS = 200_000
 """Of all simulations of one proposal together."""
 _ROLLOUTS_A_DEVICE = 80
-_ROLLOUTS = 24_000
-_LEAST_ROLLOUTS = 8_000
+_ROLLOUTS = 16_000
+_LEAST_ROLLOUTS = 6_000
 _SHORT_UPDATES = 14
 _COST_OF_A_STEP = 0.15
 """Of simulating a further step of a rollout / of the whole rollout with its first one."""

@@ -133,8 +133,8 @@ def test_a_simulation_that_finds_the_runner_up_faster_changes_the_order(proposal
 
 
 def test_no_proposal_simulates_more_than_it_may() -> None:
-    assert [affordable_rollouts(devices) for devices in (1, 64, 1024, 100_000)] == [24_000, 24_000, 81_920, 200_000]
-    assert affordable_rollouts(64, steps=21.0) == 8000
+    assert [affordable_rollouts(devices) for devices in (1, 64, 1024, 100_000)] == [16_000, 16_000, 81_920, 200_000]
+    assert affordable_rollouts(64, steps=21.0) == 6000
 
 
 def test_estimates_are_marked_and_noted() -> None:
