@@ -178,12 +178,13 @@ def _arm_table(arms: Sequence[Arm], given_target: float | None) -> Markup:
         )  # fmt: skip
     reach = f"to {target:.3f}" if target is not None else "to target"
     header = ["arm", "seeds", "updates", "training", "final evaluation", reach, "occupancy", "busy", "tokens/s", "staleness mean / max"]
-    header += ["of key steps", "key steps over the bound"] if with_keys else []
+    header += ["of key steps", "over key bound"] if with_keys else []
     capacities = sorted({capacity for arm in arms for run in arm.runs for capacity in measured_capacity(run.lines)})
     note = (
         f"Means over the seeds. Occupancy: of capacity {' or '.join(map(str, capacities))}. Final: mean of the last 3 evaluations, in brackets the lowest and "
         f"highest seed. {reach[0].upper()}{reach[1:]}: seconds of training from which on the mean of 3 evaluations stays there"
         + (f" ({TARGET_BELOW_FINAL} under the final of the first synchronous arm, else of the lowest). " if given_target is None else ". ")
+        + ("Over key bound: share of the trained key steps. " if with_keys else "")
     )
     return join([table(header, rows), tag("p", note, "Whether a difference is resolved is what ", tag("code", "headrace compare"), " says.", class_="note")])
 

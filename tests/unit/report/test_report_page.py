@@ -250,7 +250,7 @@ def test_seeds_become_one_arm_with_a_band_and_other_settings_another(tmp_path: P
     runs.append(write_run(tmp_path / "c", made_events(mode="sync"), seed=1))
     reader = _Reader(write_report(runs, tmp_path / "r.html").path.read_text(encoding="utf-8"))
     assert "5 runs in 3 arms" in reader.text
-    assert "key steps over the bound" in reader.text and "1.0 / 2" in reader.text and "22 %" in reader.text
+    assert "over key bound" in reader.text and "1.0 / 2" in reader.text and "22 %" in reader.text
     default = default_settings()["pool.max_staleness"]
     assert f"async split pool.max_staleness={default}, 3 seeds" in reader.text and "async split pool.max_staleness=5" in reader.text
     assert "sync colocated" in reader.text
