@@ -21,8 +21,6 @@ class RunSummary:
         self._utilization = UtilizationMeter([])
         self._newest: dict[str, Line] = {}
         self._lineage = 0
-        self._has_activity = False
-        self._sampled_tokens = 0.0
         self._useful_tokens = 0.0
         self._staleness = _Staleness()
         self._upkeep = _Upkeep()
@@ -40,8 +38,6 @@ class RunSummary:
                 self._utilization = UtilizationMeter(line["devices"])
             case "worker_active":
                 self._upkeep.add_activity(line["activity"])
-                self._has_activity = True
-                self._sampled_tokens += line["activity"]["sampled_tokens"] * windows.share(line["time"], line["activity"]["seconds"])
             case "updated":
                 self._newest["updated"] = line
                 if line["statistics"] is not None:
@@ -64,6 +60,7 @@ class RunSummary:
         """Everything of `run --json` but `run_dir`. Values that the events do not (yet) hold are None, so any phase of a run has one."""
         windows = self.windows.windows
         updated, ledger, checkpoint, paced = (self._newest.get(name) for name in ("updated", "ledger", "checkpoint_saved", "paced"))
+        sampled = self._utilization.sampled_tokens(windows)
         saturated = [device["saturated_tokens_per_second"] for device in self.started.get("devices", []) if device.get("saturated_tokens_per_second")]
         return {
             **{key: self.started.get(key) for key in ("recipe", "runtime", "mode", "placement", "seed")},
@@ -72,7 +69,7 @@ class RunSummary:
             "lineage": self._lineage,
             "startup_seconds": self.started.get("startup_seconds"),
             "wall_seconds": windows.seconds,
-            "tokens_per_second": self._sampled_tokens / windows.seconds if self._has_activity and windows.seconds > 0 else None,
+            "tokens_per_second": sampled / windows.seconds if sampled is not None and windows.seconds > 0 else None,
             "useful_tokens_per_second": self._useful_tokens / windows.seconds if windows.seconds > 0 else None,
             "saturated_tokens_per_second": sum(saturated) if saturated else None,
             "evaluation": dict(self._evaluation),

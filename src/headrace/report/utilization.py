@@ -102,6 +102,7 @@ class _Device:
     occupied: float = 0.0
     """Integral of min(capacity, running) / capacity, seconds."""
     sampler_idle: dict[str, float] = field(default_factory=dict)
+    sampled_tokens: float = 0.0
     covered: float = 0.0
     """Timed seconds that the worker reported on."""
     in_flight: int = 1
@@ -116,6 +117,7 @@ class _Device:
         share = windows.share(line["time"], seconds)
         self.covered += share * seconds
         self.sampler_busy += share * activity["busy_seconds"]
+        self.sampled_tokens += share * activity["sampled_tokens"]
         self.occupied += share * sum(min(1.0, int(running) / self.capacity) * busy for running, busy in activity["running_seconds"].items())
         for reason, lasted in idle.items():
             self.sampler_idle[reason] = self.sampler_idle.get(reason, 0.0) + share * lasted
@@ -160,6 +162,12 @@ class UtilizationMeter:
                 self._add_idle("publish", windows.inside(time, line["seconds"]))
             case "checkpoint_saved":
                 self._add_idle("checkpoint", windows.inside(time, line["seconds"]))
+
+    def sampled_tokens(self, windows: Windows) -> float | None:
+        """Drawn in the timed windows, a missing last report taken to be like the others; None before the first report."""
+        if all(device.covered <= 0 for device in self._devices):
+            return None
+        return sum(_completed(device, windows.seconds).sampled_tokens for device in self._devices)
 
     def result(self, windows: Windows) -> dict[str, Any]:
         """The `utilization` object of CONTRACTS. Fractions are None before the first timed second."""
@@ -225,6 +233,7 @@ def _completed(device: _Device, allocated: float) -> _Device:
         device,
         sampler_busy=device.sampler_busy * scale,
         occupied=device.occupied * scale,
+        sampled_tokens=device.sampled_tokens * scale,
         sampler_idle={reason: seconds * scale for reason, seconds in device.sampler_idle.items()},
     )
 

@@ -211,10 +211,12 @@ def test_second_window_after_a_resume_adds_to_the_first() -> None:
 
 @pytest.mark.parametrize(("reported_seconds", "busy", "idle"), [(19.0, 0.5, {"environment": 10.0}), (10.0, 0.25, {"environment": 5.0, "unreported": 10.0})])
 def test_missing_last_report_is_taken_like_the_others_but_a_long_silence_is_idle(reported_seconds: float, busy: float, idle: dict[str, float]) -> None:
-    """Half of the reported time is decode, of a window of 20 s."""
+    """Half of the reported time is decode at 20 tokens/s, of a window of 20 s."""
     half = reported_seconds / 2
-    work = active("sampler-0", reported_seconds, running={8: half}, idle={"environment": half})
+    work = active("sampler-0", reported_seconds, running={8: half}, idle={"environment": half}, tokens=int(20 * half))
     lines = lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), (reported_seconds, work), (20.0, window("end"))])
-    sampler = summarize(lines)["utilization"]["devices"][0]
+    summary = summarize(lines)
+    assert summary["tokens_per_second"] == pytest.approx(20 * busy)
+    sampler = summary["utilization"]["devices"][0]
     assert sampler["busy_fraction"] == sampler["occupancy"] == pytest.approx(busy)
     assert sampler["idle_seconds"] == pytest.approx(idle)
