@@ -107,10 +107,10 @@ class Waits:
         index = self._next
         self._current[index] = wait
         try:
-            async with asyncio.timeout(limit_seconds):
+            async with asyncio.timeout(limit_seconds) as timeout:
                 return await awaitable
         except TimeoutError as error:
-            if limit_seconds is None or now() - wait.since < limit_seconds:
+            if limit_seconds is None or not timeout.expired():
                 raise  # not ours
             raise WaitTimeoutError(f"{wait.text()}: no answer in {limit_seconds:g} s.", remedy=remedy) from error
         finally:

@@ -119,6 +119,19 @@ def test_timeout_of_the_awaited_itself_is_not_taken_for_the_limit() -> None:
         run_virtual(main())
 
 
+def test_a_limit_is_told_by_its_name_whenever_it_begins() -> None:
+    """(t + 0.3) - t is less than 0.3 for many a t."""
+
+    async def main() -> None:
+        waits = Waits()
+        for _ in range(100):
+            await asyncio.sleep(0.07)
+            with pytest.raises(WaitTimeoutError, match="it: no answer in 0.3 s"):
+                await waits.limited(asyncio.Event().wait(), "it", 0.3)
+
+    run_virtual(main())
+
+
 def test_current_waits_are_listed_oldest_first_with_their_seconds() -> None:
     async def main() -> list[tuple[str, float]]:
         waits, listed = Waits(), []
