@@ -126,7 +126,7 @@ def test_a_limit_is_told_by_its_name_whenever_it_begins() -> None:
         waits = Waits()
         for _ in range(100):
             await asyncio.sleep(0.07)
-            with pytest.raises(WaitTimeoutError, match="it: no answer in 0.3 s"):
+            with pytest.raises(WaitTimeoutError, match=r"it: no answer in 0\.3 s"):
                 await waits.limited(asyncio.Event().wait(), "it", 0.3)
 
     run_virtual(main())
