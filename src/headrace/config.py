@@ -120,8 +120,8 @@ class RunSettings(Section):
     )
     seed: int = Field(0, description="Seed of tasks, sampling and initial weights.", ge=0)
     num_updates: int = Field(100, description="Updates to make: optimizer steps.", ge=1)
-    num_samplers: int = Field(1, description="Rollout workers, each with one sampler on one device.", ge=1, le=64)
-    num_learner_ranks: int = Field(1, description="Data-parallel learner ranks, each on one device.", ge=1, le=64)
+    num_samplers: int = Field(1, description="Rollout workers, each with one sampler on one device.", ge=1, le=4096)
+    num_learner_ranks: int = Field(1, description="Data-parallel learner ranks, each on one device.", ge=1, le=4096)
     pin_devices: bool = Field(True, description="On CPU: pin each device's processes to one core.")
     record_trajectories: RecordTrajectories = Field(
         RecordTrajectories.TRAINED,
