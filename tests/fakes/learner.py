@@ -10,6 +10,8 @@ from headrace.config import Settings
 from headrace.types import PolicyVersion, RolloutKey
 from headrace.updates import MemberOutcome, Selection, UpdateResult, UpdateStatistics, WeightUpdate
 
+START = PolicyVersion(0, 0)
+
 
 class ScriptedLearner:
     """roles.Learner under the virtual clock: `learn_seconds` an update; weighs tokens by the staleness rules like the real one.
@@ -25,6 +27,7 @@ class ScriptedLearner:
         learn_seconds: float = 1.0,
         publish_seconds: float = 0.0,
         refuse: Callable[[int], bool] = lambda selection_id: False,
+        version: PolicyVersion = START,
     ) -> None:
         self.settings, self.on_publish, self.refuse = settings, on_publish, refuse
         self.learn_seconds, self.publish_seconds = learn_seconds, publish_seconds
@@ -32,7 +35,7 @@ class ScriptedLearner:
         self.published: list[PolicyVersion] = []
         self.saved: list[Path] = []
         self.calls = 0
-        self._version = PolicyVersion(0, 0)
+        self._version = version
         self._seen: set[RolloutKey] = set()
 
     @property

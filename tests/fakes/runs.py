@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from pathlib import Path
 from typing import Any
 
-from fakes.learner import ScriptedLearner
+from fakes.learner import START, ScriptedLearner
 from fakes.rollouts import (
     END_TOKEN,
     LoopUserCode,
@@ -21,6 +21,7 @@ from fakes.rollouts import (
     scripted_worker,
 )
 from headrace import clock
+from headrace.checkpointing import Restore
 from headrace.conductor import Conductor, Roles
 from headrace.config import Settings
 from headrace.events import EventLog
@@ -32,12 +33,12 @@ class CycledTasks:
     """roles.TaskSource over a list, again and again."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks: Iterator[Task] = cycle(tasks)
+        self._tasks = tasks
         self.position = 0
 
     def next(self) -> Task:
         self.position += 1
-        return next(self._tasks)
+        return self._tasks[(self.position - 1) % len(self._tasks)]
 
 
 class RecordingLog(EventLog):
@@ -101,6 +102,11 @@ class ScriptedRun:
     evaluator: Any = None
     recorder: Any = None
     evaluation_tasks: Sequence[Task] = ()
+    journal: Any = None
+    restore: Restore | None = None
+    start: PolicyVersion = START
+    """Where the learner starts."""
+    checkpoint_directory: Path | None = None
     log: RecordingLog = field(init=False)
     learner: ScriptedLearner = field(init=False)
     conductor: Conductor = field(init=False)
@@ -137,6 +143,7 @@ class ScriptedRun:
             learn_seconds=self.learn_seconds,
             publish_seconds=self.publish_seconds,
             refuse=self.refuse,
+            version=self.start,
         )
         self.conductor = Conductor(
             self.settings,
@@ -145,8 +152,10 @@ class ScriptedRun:
             evaluation_sampling=SamplingParameters(max_action_tokens=16, stop_tokens=(END_TOKEN,)),
             evaluation_tasks=self.evaluation_tasks,
             events=self.log,
-            checkpoint_directory=None,
+            checkpoint_directory=self.checkpoint_directory,
             recorder=self.recorder,
+            journal=self.journal,
+            restore=self.restore,
         )
 
     async def run(self) -> None:

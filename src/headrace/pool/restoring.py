@@ -107,9 +107,9 @@ def restore_pool(
         raise CheckpointError(
             f"the journal does not fit the checkpoint: {error}", remedy="Move pool.sqlite away: the run goes on from the checkpoint without what it held."
         ) from error
-    if pool.journal is not None:
-        pool.journal.append(Restored(version=version, lineage=lineage))
     restoring.cut(version)
+    if pool.journal is not None:  # last: a crash before it finds the cut not made, and makes it again
+        pool.journal.append(Restored(version=version, lineage=lineage))
     pool.observe(learner_version=PolicyVersion(lineage, version.number), sampler_version=PolicyVersion(lineage, version.number))
     pool.ledger.check()
     groups = pool._groups.values()
