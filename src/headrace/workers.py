@@ -61,7 +61,7 @@ class Workers:
         return any(state.room > 0 for state in self.states.values())
 
     def oldest_version(self) -> PolicyVersion:
-        """No worker samples with older weights; one that is not up will not, either."""
+        """No worker samples with older weights; one that is not up will not, either. Never falls."""
         versions = [state.version for state in self.up]
         if not versions:
             assert self.newest is not None
@@ -102,10 +102,11 @@ class Workers:
                 await state.worker.announce(update)
 
     async def taken_up(self, state: WorkerState) -> WorkerReport:
-        """The first report of a successor that uses the newest weights."""
+        """The first report of a successor that uses weights as new as the newest when it started, and none older than everybody else's."""
         assert self.newest is not None
-        await state.worker.announce(self.newest)
-        while (report := await state.worker.next_report()).version < self.newest.version:
+        newest = self.newest
+        await state.worker.announce(newest)
+        while (report := await state.worker.next_report()).version < max(newest.version, self.oldest_version()):
             pass
         return report
 

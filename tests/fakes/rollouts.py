@@ -308,6 +308,7 @@ class ScriptedSampler:
         while True:
             if self.applies and not self._held and self.weights.newest != self._version:
                 await self._apply()
+                continue  # newer ones may have come meanwhile, and their wake with them
             while self._queue and len(self._running) < self.max_running:
                 self._running.append(self._queue.popleft())
             if not self._running:
