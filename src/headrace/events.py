@@ -57,6 +57,24 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunResumed(RunStarted):
+    """The run goes on from a checkpoint, under a new lineage; `startup_seconds` are those of this start."""
+
+    name: ClassVar[str] = "run_resumed"
+    checkpoint: str
+    pooled: int
+    """Trajectories that are in the pool again."""
+    void: int
+    """Trajectories sampled by weights that are undone."""
+    lost: int
+    """Rollouts that were in flight."""
+    again: int
+    """Tasks of which nothing is left, to be offered again."""
+    passed_over: list[str]
+    """Newer checkpoints that are not whole, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReserved(Event):
     name: ClassVar[str] = "group_reserved"
     group_id: int

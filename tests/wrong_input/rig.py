@@ -168,7 +168,7 @@ def assert_whole(run_directory: Path, ended: Ended) -> None:
 
 
 @contextlib.asynccontextmanager
-async def scripted_roles(settings: Settings, code: RecipeCode, progress: Any, evaluate: bool) -> AsyncIterator[Any]:
+async def scripted_roles(settings: Settings, code: RecipeCode, progress: Any, evaluate: bool, resumption: Any = None) -> AsyncIterator[Any]:
     """Stands where runtime/local starts processes: real worker and evaluator over scripted samplers and learner."""
     weights = ScriptedWeights()
 

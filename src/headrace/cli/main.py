@@ -62,8 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--rank", metavar="N", type=_count, help="which plan of a plan.json (default: 1, the best)")
     run.add_argument("--run-dir", metavar="DIRECTORY", help="where everything of the run goes (default: runs/NAME-TIME)")
     run.add_argument("--dry-run", action="store_true", help="print every resolved setting and where it came from; start nothing")
-    run.add_argument("--log", metavar="WHERE", action="append", choices=LOGS, help=f"also log to {', '.join(LOGS)}; may be given several times")
-
+    _add_log_argument(run)
+    _add_resume_arguments(command("resume", "go on with a run that was interrupted, was killed or failed; or train a finished one longer"))
     _add_compare_arguments(command("compare", "hold arms of a recipe against each other: asynchronous against synchronous"))
 
     evaluate = command("eval", "evaluate a checkpoint on a recipe's evaluation tasks")
@@ -93,6 +93,16 @@ def build_parser() -> argparse.ArgumentParser:
     command("doctor", "check whether this machine can run headrace")
     command("version", "print the version")
     return parser
+
+
+def _add_resume_arguments(resume: argparse.ArgumentParser) -> None:
+    resume.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    resume.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings that change, for example run.num_updates=200")
+    _add_log_argument(resume)
+
+
+def _add_log_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--log", metavar="WHERE", action="append", choices=LOGS, help=f"also log to {', '.join(LOGS)}; may be given several times")
 
 
 def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     directory = choose_run_directory(arguments.run_dir, resolved.settings.run.name)
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(contextlib.closing(opened)) for opened in open_logs(arguments.log or (), resolved, directory, output)]
-        return _train(resolved, directory, logs, output)
+        return train(resolved, directory, logs, output)
 
 
 def planned_settings(plan: str | None, rank: int | None) -> tuple[str, list[str]] | None:
@@ -87,17 +87,19 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], output: Output) -> int:
+def train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], output: Output, *, resume: bool = False) -> int:
+    """Runs to the end, shows how it goes and what came out; the exit code. `resume`: the directory is that of a run that goes on."""
     from headrace.report.picture import end_picture
     from headrace.report.progress import ProgressView
     from headrace.runtime.local import run_local
     from headrace.runtime.processes import end_forkserver
 
-    output.say(f"headrace run {resolved.name} -> {directory}")
+    output.say(f"headrace resume {directory}" if resume else f"headrace run {resolved.name} -> {directory}")
     status, error, code = "done", None, 0
     with contextlib.closing(ProgressView(output.people)) as view, sigterm_as_ctrl_c():
         try:
-            interrupts.run(run_local(resolved, directory, subscribers=[view.on_event, *(log.on_event for log in logs)], progress=view.on_startup))
+            watching = [view.on_event, *(log.on_event for log in logs)]
+            interrupts.run(run_local(resolved, directory, subscribers=watching, progress=view.on_startup, resume=resume))
         except KeyboardInterrupt:
             interrupts.absorb()
             status, error, code = "interrupted", INTERRUPTED_ERROR, INTERRUPTED
@@ -107,7 +109,7 @@ def _train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog],
         finally:
             end_forkserver()
     events = list(read_events(directory / "events.jsonl")) if (directory / "events.jsonl").exists() else []
-    if events:  # a run that never started leaves nothing to show
+    if events and code != ConfigError.exit_code:  # a run that never started has nothing to show
         print(end_picture(events, directory, width=output.width), file=output.people)
     if status == "interrupted":
         output.say("Interrupted.")

@@ -54,6 +54,8 @@ class ProgressView:
             case "run_started":
                 self._num_updates = line["num_updates"]
                 self._print(f"{line['mode']}, {line['placement']}, {len(line['devices'])} devices, up after {line['startup_seconds']:.1f} s")
+            case "run_resumed":
+                self._take_resumption(line)
             case "timed_window" if line["phase"] == "start":
                 self._update_times.append((line["time"], self._version))
             case "updated":
@@ -123,6 +125,13 @@ class ProgressView:
         if self._on_line:
             self._write("\n")
             self._on_line = False
+
+    def _take_resumption(self, line: Line) -> None:
+        self._num_updates, self._version = line["num_updates"], line["resumed_from_update"]
+        for text in line["passed_over"]:
+            self._print(f"not whole, passed over: checkpoint {text}")
+        undone = f"{line['pooled']} trajectories are in the pool again, {line['void']} are void, {line['lost']} rollouts were in flight"
+        self._print(f"goes on from update {self._version} as lineage {line['lineage']}, up after {line['startup_seconds']:.1f} s; {undone}")
 
     def _take_update(self, line: Line) -> None:
         self._version = line["version"]

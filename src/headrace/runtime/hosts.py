@@ -47,8 +47,8 @@ def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, c
     wire.receive()
 
 
-def host_learner(end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str) -> None:
-    """One learner rank: answers (method, arguments) with the method's result, one at a time."""
+def host_learner(end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Path, int] | None = None) -> None:
+    """One learner rank: answers (method, arguments) with the method's result, one at a time. `restored`: checkpoint and lineage to go on from."""
     from headrace.learner.core import LearnerRank, init_ranks, shutdown_ranks
     from headrace.weights.shared_memory import SharedMemoryWriter
 
@@ -57,6 +57,8 @@ def host_learner(end: socket.socket, model: Path, settings: Settings, channel: A
     init_ranks(rank, world_size, address)
     try:
         learner = LearnerRank(str(model), settings, rank=rank, world_size=world_size, writer=SharedMemoryWriter(channel) if rank == 0 else None)
+        if restored is not None:
+            learner.load(restored[0], lineage=restored[1])
         wire.send(Hello(facts={"version": learner.version}))
         while True:
             method, arguments = wire.receive()

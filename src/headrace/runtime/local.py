@@ -30,6 +30,7 @@ from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.preflight import check_chats, read_recipe
 from headrace.runtime.processes import Alive, RoleProcess, refuse_start_while_importing, watched
+from headrace.runtime.resumption import Resumption, find_resumption, open_journal, set_aside
 from headrace.runtime.run_record import run_record
 from headrace.supervision import Restart
 from headrace.tasks.source import ListTaskSource
@@ -193,11 +194,12 @@ async def run_local(
     subscribers: Sequence[EventSubscriber] = (),
     progress: StartupProgress = lambda what, fraction: None,
     evaluate: bool = True,
+    resume: bool = False,
 ) -> RunOutcome:
     """Runs a recipe to its end. Raises HeadraceError; cancelling it (Ctrl-C) ends everything cleanly.
 
-    The run directory must be new or empty; it holds everything that explains the run. A run that ends before its first event, because
-    it cannot start, leaves none.
+    The run directory must be new or empty; a run that ends before its first event, because it cannot start, leaves none. With `resume`
+    it is that of a run that is over, which goes on from its newest whole checkpoint.
     """
     refuse_start_while_importing()
     started = time.perf_counter()
@@ -205,12 +207,15 @@ async def run_local(
     code = RecipeCode(resolved.task_module, settings.task.options)
     training, tasks = await read_recipe(settings, code)
     source = ListTaskSource(training, seed=settings.run.seed, shuffle=settings.task.shuffle)
-    with run_record(settings, run_directory, clock=asyncio.get_running_loop().time, subscribers=subscribers) as record:
-        async with _roles(settings, code, progress, evaluate) as roles:
+    with run_record(settings, run_directory, clock=asyncio.get_running_loop().time, subscribers=subscribers, goes_on=resume) as record:
+        resumption = find_resumption(run_directory, settings) if resume else None
+        async with _roles(settings, code, progress, evaluate, resumption) as roles:
             check_chats([*training, *tasks], roles.has_chat_template)
             sampling, evaluation_sampling = sampling_parameters(settings, roles.end_tokens)
-            startup_seconds = time.perf_counter() - started
-            record.begin(_run_started(resolved, settings, run_directory, roles.devices, startup_seconds))
+            begins = _run_started(resolved, settings, run_directory, roles.devices, time.perf_counter() - started)
+            if resumption is None:
+                record.begin(begins)
+            journal = record.keep(open_journal(run_directory, settings, resumption))
             conductor = Conductor(
                 settings,
                 Roles(source=source, workers=roles.workers, learner=roles.learner, evaluator=roles.evaluator, restart=roles.restart),
@@ -220,13 +225,18 @@ async def run_local(
                 events=record.log,
                 checkpoint_directory=record.directory.checkpoints,
                 recorder=record.store,
+                journal=journal,
+                restore=None if resumption is None else resumption.restore,
             )
+            if resumption is not None:
+                record.begin(resumption.event(begins, conductor))
+                set_aside(run_directory, resumption)
             try:
                 async with watched(roles.irreplaceable):
                     await conductor.run()
             finally:
                 record.final_version = conductor.learner.version
-            return RunOutcome(run_directory=run_directory, checkpoint=conductor.checkpoints.last, startup_seconds=startup_seconds)
+            return RunOutcome(run_directory=run_directory, checkpoint=conductor.checkpoints.last, startup_seconds=begins.startup_seconds)
 
 
 async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
@@ -264,7 +274,7 @@ class _LocalRoles:
 
 
 @contextlib.asynccontextmanager
-async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress, evaluate: bool) -> AsyncIterator[_LocalRoles]:
+async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress, evaluate: bool, resumption: Resumption | None) -> AsyncIterator[_LocalRoles]:
     """All role processes, up and answering; ended, by force if need be, when the context is left."""
     ranks: list[RoleProcess] = []
     replaceable: dict[str, LocalRole] = {}
@@ -274,8 +284,9 @@ async def _roles(settings: Settings, code: RecipeCode, progress: StartupProgress
             channel = stack.enter_context(contextlib.closing(SharedMemoryChannel(parameter_bytes)))
             layout = CoreLayout.of(settings)
             address = f"file://{meeting_place}/ranks"
+            restored = None if resumption is None else (resumption.checkpoint, resumption.start.lineage)
             ranks += [
-                RoleProcess(f"learner-{rank}", hosts.host_learner, (model, settings, channel, rank, address), core=layout.learner(rank))
+                RoleProcess(f"learner-{rank}", hosts.host_learner, (model, settings, channel, rank, address, restored), core=layout.learner(rank))
                 for rank in range(settings.run.num_learner_ranks)
             ]
 

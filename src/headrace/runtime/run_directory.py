@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from headrace.config import Settings
 from headrace.config_loading import dump_toml
-from headrace.errors import ConfigError, Problem
+from headrace.errors import ConfigError, Problem, RunDirectoryError
 
 EVENTS = "events.jsonl"
 _OPTION = "--run-dir"
@@ -20,16 +21,25 @@ _OPTION = "--run-dir"
 class RunDirectory:
     """Made and held until `close`. The lock goes with the process, however that ends, so a killed run leaves none behind."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
-        """Raises ConfigError, having changed nothing, when the directory is used or cannot be written."""
+    def __init__(self, path: Path, settings: Settings, *, used: bool = False) -> None:
+        """`used`: the directory is that of a run that is over, which goes on.
+
+        Raises ConfigError, having changed nothing, when another run is writing there, when the directory is used (or is not) although it
+        should not (should) be, or when it cannot be written.
+        """
         self.path = path
+        self._settings = settings
+        self._descriptor: int | None = None
         self.events = path / EVENTS
         self.checkpoints = path / "checkpoints"
         self._made = [each for each in (path, *path.parents) if not each.exists()]
+        if used:
+            self._descriptor = self._hold_used()
+            return
         refuse_used(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
@@ -40,6 +50,36 @@ class RunDirectory:
         except ConfigError:
             self.close()
             raise
+
+    def update_settings(self) -> None:
+        """config.toml is what holds from now on. Raises RunDirectoryError."""
+        aside = self.path / ".config.toml.part"
+        try:
+            aside.write_text(dump_toml(self._settings), encoding="utf-8")
+            aside.replace(self.path / "config.toml")
+        except OSError as error:
+            remedy = "Free disk space or mend the rights; what was saved before is whole."
+            raise RunDirectoryError(f"{self.path / 'config.toml'} cannot be written: {error.strerror}.", remedy=remedy) from error
+
+    def _hold_used(self) -> int:
+        if not self.events.is_file():
+            problem = Problem(key="RUN", value=str(self.path), limit="a run directory", message=f"'{self.path}' holds no run: there is no {EVENTS}.")
+            raise ConfigError([problem])
+        try:
+            if not os.access(self.path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            message = f"run directory '{self.path}' cannot be written: {error.strerror}."
+            raise ConfigError([Problem(key="RUN", value=str(self.path), limit="a directory that you may write to", message=message)]) from error
+        try:
+            _lock(descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            message = f"run '{self.path}' is going on: another process is writing there."
+            remedy = "Wait until it ends, or end it; 'headrace watch' shows what it does."
+            raise ConfigError([Problem(key="RUN", value=str(self.path), limit="a run that is over", message=message, remedy=remedy)]) from None
+        return descriptor
 
     def close(self) -> None:
         """Gives the lock back; the directory stays."""

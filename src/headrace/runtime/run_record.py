@@ -12,6 +12,7 @@ from typing import Any
 from headrace import events as ev
 from headrace.config import Settings
 from headrace.errors import HeadraceError
+from headrace.runtime.journal import RunJournal
 from headrace.runtime.run_directory import RunDirectory
 from headrace.runtime.trajectory_store import TrajectoryStore
 from headrace.types import PolicyVersion
@@ -27,17 +28,30 @@ class RunRecord:
     log: ev.EventLog
     store: TrajectoryStore
     has_begun: bool = False
+    goes_on: bool = False
+    """It is that of a run that was over."""
     final_version: PolicyVersion = _NONE
     """Reached when the run ended, however it ended."""
+    journal: RunJournal | None = None
 
     def begin(self, event: ev.RunStarted) -> None:
+        if self.goes_on:
+            self.directory.update_settings()
         self.log.emit(event)
         self.has_begun = True
 
+    def keep(self, journal: RunJournal) -> RunJournal:
+        """Closed when the run ends."""
+        self.journal = journal
+        return journal
+
     def end(self, status: str, error: dict[str, Any] | None) -> None:
-        """The last lines; a run that never began leaves nothing."""
+        """The last lines; a run that never began leaves nothing, one that did not go on what it had."""
+        if self.journal is not None:
+            self.journal.close()
         if not self.has_begun:
-            self.directory.discard()
+            if not self.goes_on:
+                self.directory.discard()
             return
         self.store.close()
         self.log.emit(self.store.outcome())
@@ -46,16 +60,24 @@ class RunRecord:
 
 @contextlib.contextmanager
 def run_record(
-    settings: Settings, run_directory: Path, *, clock: Callable[[], float], subscribers: Sequence[Callable[[dict[str, Any]], None]] = ()
+    settings: Settings,
+    run_directory: Path,
+    *,
+    clock: Callable[[], float],
+    subscribers: Sequence[Callable[[dict[str, Any]], None]] = (),
+    goes_on: bool = False,
 ) -> Iterator[RunRecord]:
-    """Raises ConfigError for a directory that is in use. Says in the log how the block ended: done, interrupted or failed."""
+    """Raises ConfigError for a directory that is in use. Says in the log how the block ended: done, interrupted or failed.
+
+    `goes_on`: the directory is that of a run that is over; its record is continued.
+    """
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(contextlib.closing(RunDirectory(run_directory, settings)))
-        log = stack.enter_context(contextlib.closing(ev.EventLog(directory.events, clock)))
+        directory = stack.enter_context(contextlib.closing(RunDirectory(run_directory, settings, used=goes_on)))
+        log = stack.enter_context(contextlib.closing((ev.EventLog.reopened if goes_on else ev.EventLog)(directory.events, clock)))
         for subscriber in subscribers:
             log.subscribe(subscriber)
         store = stack.enter_context(contextlib.closing(TrajectoryStore.of(settings, run_directory)))
-        record = RunRecord(directory, log, store)
+        record = RunRecord(directory, log, store, goes_on=goes_on)
         status, error = "failed", None
         try:
             yield record

@@ -144,6 +144,7 @@ class _Writer:
     def __init__(self, directory: Path, rows: queue.SimpleQueue[_Row | None]) -> None:
         self._directory = directory
         self._queue = rows
+        self._num_before = max((int(path.stem) for path in directory.glob("[0-9]*.parquet")), default=0)  # of a run that goes on
         self.taken_bytes = 0
         self.num_written = self.num_files = self.num_lost = 0
         self.failure: str | None = None
@@ -176,7 +177,7 @@ class _Writer:
         self.num_lost += num_lost
 
     def _write(self, columns: _Columns) -> None:
-        first = self.num_files + 1
+        first = self._num_before + self.num_files + 1
         aside = self._directory / f".{first:06d}.parquet.part"
         try:
             import pyarrow.parquet as parquet

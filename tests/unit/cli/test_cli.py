@@ -50,7 +50,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
 def fake_runtime(monkeypatch: pytest.MonkeyPatch, behaviour: Any, **more: Any) -> None:
     """Stands where runtime/local does; `behaviour(emit)` is the run."""
 
-    async def run_local(resolved: Any, run_directory: Path, *, subscribers: Any = (), progress: Any = None) -> None:
+    async def run_local(resolved: Any, run_directory: Path, *, subscribers: Any = (), progress: Any = None, resume: bool = False) -> None:
         os.makedirs(run_directory, exist_ok=True)
         progress("starting", 0.5)
         log = ev.EventLog(run_directory / "events.jsonl", lambda: 0.0)

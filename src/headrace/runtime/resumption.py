@@ -1,0 +1,147 @@
+"""What a run in a directory can go on from: its newest whole checkpoint, and the journal since."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpointing import Restore
+from headrace.conductor import Conductor
+from headrace.config import Settings
+from headrace.config_loading import ResolvedSettings, value_of
+from headrace.errors import ConfigError, Problem
+from headrace.events import RunResumed, RunStarted
+from headrace.pool.journal import Restored
+from headrace.runtime.journal import FILE, SCHEMA, STATE_FILE, RunJournal, read_journal
+from headrace.types import PolicyVersion
+
+FIXED = ("model.path", "model.prepare", "model.architecture", "model.characters", "model.lora_rank", "run.seed", "rollout.group_size", "task.module")
+"""Settings that a run keeps for its whole life: its weights, its random streams, the groups in its pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    checkpoint: Path
+    restore: Restore
+    start: PolicyVersion
+    """Of the learner."""
+    next_record: int
+    states: tuple[Mapping[str, Any], ...]
+    """Of the checkpoints that are whole, oldest first."""
+    passed_over: tuple[str, ...]
+    """Newer checkpoints that are not whole, and why. They are renamed."""
+
+    def event(self, started: RunStarted, conductor: Conductor) -> RunResumed:
+        """For the log; `started`: what a new run of these settings would say."""
+        restored = conductor.restored
+        assert restored is not None
+        values = {field.name: getattr(started, field.name) for field in dataclasses.fields(started)}
+        values |= {"lineage": self.start.lineage, "resumed_from_update": self.start.number}
+        return RunResumed(
+            **values,
+            checkpoint=str(self.checkpoint),
+            pooled=len(restored.pooled),
+            void=restored.num_void,
+            lost=restored.num_lost,
+            again=len(restored.again),
+            passed_over=list(self.passed_over),
+        )
+
+
+def refuse_changes(before: Settings, resolved: ResolvedSettings) -> None:
+    """Raises ConfigError for a setting that a run keeps for life. `before`: as in its config.toml."""
+    problems = [
+        Problem(
+            key=key, value=value_of(resolved.settings, key), message=f"'{key}' cannot change when a run goes on.", remedy="Leave it out, or start a new run."
+        )
+        for key in FIXED
+        if value_of(before, key) != value_of(resolved.settings, key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_resumption(directory: Path, settings: Settings) -> Resumption:
+    """Raises ConfigError when there is nothing to go on from or nothing left to do, CheckpointError when the journal is damaged."""
+    whole: list[tuple[PolicyVersion, Path, Mapping[str, Any]]] = []
+    broken: list[tuple[Path, str]] = []
+    for path in sorted((directory / "checkpoints").glob("update_*")):
+        state = _whole(path)
+        if isinstance(state, str):
+            broken.append((path, state))
+        else:
+            whole.append((PolicyVersion(*state["version"]), path, state))
+    if not whole:
+        raise _nothing_saved(directory, broken)
+    whole.sort(key=lambda one: one[0])
+    version, checkpoint, state = whole[-1]
+    if version.number >= settings.run.num_updates:
+        message = f"the run is at update {version.number}, and run.num_updates is {settings.run.num_updates}: nothing is left to do."
+        remedy = f"Raise it to train on: run.num_updates={max(2 * version.number, 1)}."
+        raise ConfigError([Problem(key="run.num_updates", value=settings.run.num_updates, limit=f"above {version.number}", message=message, remedy=remedy)])
+    held, records, highest = read_journal(directory / FILE, state)
+    lineage = 1 + max([version.lineage, *(record.lineage for record in records if isinstance(record, Restored))])
+    passed_over = [(path, why) for path, why in broken if path.name > checkpoint.name]
+    return Resumption(
+        checkpoint=checkpoint,
+        restore=Restore(version=version, state=state, held=held, records=records, checkpoints=[path for _, path, _ in whole]),
+        start=PolicyVersion(lineage, version.number),
+        next_record=highest + 1,
+        states=tuple(state for _, _, state in whole),
+        passed_over=tuple(f"{path.name}: {why}" for path, why in passed_over),
+    )
+
+
+def open_journal(directory: Path, settings: Settings, resumption: Resumption | None) -> RunJournal:
+    """Of a new run, or of one that goes on. Raises RunDirectoryError when it cannot be written."""
+    checkpoint = settings.checkpoint
+    return RunJournal(
+        directory,
+        directory / "checkpoints",
+        first=1 if resumption is None else resumption.next_record,
+        states=() if resumption is None else resumption.states,
+        keeps_records=bool(checkpoint.every_updates or checkpoint.every_seconds),
+    )
+
+
+def set_aside(directory: Path, resumption: Resumption) -> None:
+    """Checkpoints that were passed over get another name, so that nothing takes them for the run's newest."""
+    for text in resumption.passed_over:
+        path = directory / "checkpoints" / text.partition(":")[0]
+        shutil.rmtree(aside := path.with_name(f"unused_{path.name}"), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.rename(aside)
+
+
+def _whole(path: Path) -> Mapping[str, Any] | str:
+    """The state beside a checkpoint, or what is wrong with it."""
+    try:
+        state: Mapping[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        if state["schema"] != SCHEMA:
+            return f"{STATE_FILE} has schema {state['schema']}, this headrace reads {SCHEMA}"
+        for name, size in state["files"].items():
+            if (path / name).stat().st_size != size:
+                return f"{name} is damaged ({(path / name).stat().st_size} bytes instead of {size})"
+        learner = json.loads((path / "learner.json").read_text(encoding="utf-8"))
+        if list(learner["version"]) != list(state["version"]):
+            return f"learner.json is of version {learner['version']}, {STATE_FILE} of {state['version']}"
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it cannot be read: {error}"
+    return state
+
+
+def _nothing_saved(directory: Path, broken: list[tuple[Path, str]]) -> ConfigError:
+    if broken:
+        message = f"run '{directory}' holds no whole checkpoint: {'; '.join(f'{path.name}: {why}' for path, why in broken)}."
+    else:
+        message = f"run '{directory}' ended before it saved a checkpoint, so there is nothing to go on from."
+    remedy = f"Start it anew: headrace run {directory / 'config.toml'}; checkpoint.every_seconds says how often a run is saved."
+    return ConfigError([Problem(key="RUN", value=str(directory), limit="a run with a checkpoint", message=message, remedy=remedy)])
