@@ -88,6 +88,8 @@ class Sampler(Protocol):
 
     max_running: int
     """Decode slots."""
+    most_long: int
+    """Of them, what long rollouts may hold while short work waits."""
     max_context_tokens: int
 
     @property
@@ -132,6 +134,11 @@ class Sampler(Protocol):
 
     def forget(self, key: RolloutKey) -> None:
         """The rollout is never verified again: its distributions are free. Unknown keys are ignored."""
+        ...
+
+    @property
+    def long_rollouts(self) -> frozenset[RolloutKey]:
+        """Those that are long by now (DESIGN section 7). They leave slots beyond `most_long` to short work at once, so it may be started."""
         ...
 
     @property

@@ -133,7 +133,8 @@ class ScriptedSampler:
         entropy: Callable[[SampleRequest, int], float] | None = None,
         extends: bool = True,
     ) -> None:
-        self.max_running = max_running
+        self.max_running = self.most_long = max_running
+        self.told_long: set[RolloutKey] = set()
         self.max_context_tokens = max_context_tokens
         self.weights = weights or ScriptedWeights()
         self.requests: list[SampleRequest] = []
@@ -255,6 +256,11 @@ class ScriptedSampler:
 
     def forget(self, key: RolloutKey) -> None:
         self.kept.forget(key)
+
+    @property
+    def long_rollouts(self) -> frozenset[RolloutKey]:
+        """Those that a test has told to be long."""
+        return frozenset(self.told_long)
 
     @property
     def parked(self) -> tuple[RolloutKey, ...]:

@@ -46,7 +46,7 @@ class TableSampler:
     """Implements roles.Sampler. `number(request, index)` is the version that draws that token of an action."""
 
     def __init__(self, *, number: Callable[[SampleRequest, int], int], seed: int = 0, max_running: int = 64) -> None:
-        self.max_running = max_running
+        self.max_running = self.most_long = max_running
         self.max_context_tokens = 1000
         self.number = number
         self.verifying_number = 0
@@ -62,6 +62,10 @@ class TableSampler:
     @property
     def num_running(self) -> int:
         return 0
+
+    @property
+    def long_rollouts(self) -> frozenset[RolloutKey]:
+        return frozenset()
 
     @property
     def parked(self) -> tuple[RolloutKey, ...]:

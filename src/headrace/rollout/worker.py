@@ -289,8 +289,11 @@ class RolloutWorkerCore:
         if self._stop.is_set():
             return 0
         time, parked = clock.now(), frozenset(self._sampler.parked)
-        holding = sum(key not in parked and not self._gave_its_slot_away(rollout.progress, time) for key, rollout in self._rollouts.items())
-        free = self._sampler.max_running - holding
+        holding = [key for key, rollout in self._rollouts.items() if key not in parked and not self._gave_its_slot_away(rollout.progress, time)]
+        long_rollouts, most_long = self._sampler.long_rollouts, self._sampler.most_long
+        # long ones beyond their share are parked as soon as short work waits, so room for it is there
+        yielding = max(0, sum(key in long_rollouts for key in holding) - most_long) if long_rollouts else 0
+        free = self._sampler.max_running - len(holding) + yielding
         if self._settings.sampler.max_in_flight is not None:
             free = min(free, self._settings.sampler.max_in_flight - len(self._rollouts))
         return max(0, free)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from itertools import chain
 
 from headrace.config import SamplerSettings
@@ -43,6 +44,17 @@ class Admission:
     def released(self, key: RolloutKey) -> None:
         self._lengths.released(key)
         self._gate.released(key)
+
+    @property
+    def most_long(self) -> int:
+        return self._lengths.most_long
+
+    def long_rollouts(self, running: Sequence[Row]) -> frozenset[RolloutKey]:
+        """Those that are long by now, between two actions or in the middle of one."""
+        limit = self._lengths.limit_tokens
+        if limit == math.inf:
+            return frozenset()
+        return self._lengths.long_in_progress() | {row.request.key for row in running if row.num_tokens > limit}
 
     def may_run(self, row: Row, *, draining: bool) -> bool:
         """`draining`: actions in progress finish, others wait."""

@@ -44,6 +44,10 @@ class LongRule:
         known = self._in_progress.get(key, 0)
         return known if num_context < known else 0
 
+    def long_in_progress(self) -> frozenset[RolloutKey]:
+        """Rollouts of several steps that are long by now, whether an action of theirs is being drawn or not."""
+        return frozenset(key for key, num_tokens in self._in_progress.items() if num_tokens > self.limit_tokens)
+
     def acted(self, key: RolloutKey, num_tokens: int) -> None:
         """An action ended; its rollout has so many tokens by now."""
         if self._limited:

@@ -73,6 +73,7 @@ class TransformersSampler:
         self._verify_ahead_seconds = 0.0
         """What verification has had more of than decoding since it last ran."""
         self.max_running = self._engine.max_running
+        self.most_long = self._engine.admission.most_long
         self.max_context_tokens = max_context_tokens
 
     @property
@@ -154,6 +155,10 @@ class TransformersSampler:
 
     def forget(self, key: RolloutKey) -> None:
         self._engine.distributions.forget(key)
+
+    @property
+    def long_rollouts(self) -> frozenset[RolloutKey]:
+        return self._engine.admission.long_rollouts(self._engine.running)
 
     @property
     def parked(self) -> tuple[RolloutKey, ...]:

@@ -410,3 +410,22 @@ def test_the_same_requests_give_the_same_trajectories_whoever_shares_the_batch()
         return run_virtual(main())
 
     assert payloads(8, 0) == payloads(2, 5)
+
+
+def test_long_rollouts_beyond_their_share_leave_room_for_short_work() -> None:
+    """Else a burst of them would fill every slot, and nothing short would be there for which they could be parked."""
+
+    async def main() -> None:
+        sampler = ScriptedSampler(max_running=4, seconds_per_token=0.2)
+        sampler.most_long = 1
+        async with running(scripted_worker(sampler)) as worker:
+            started = requests(4, answers=1000)
+            await worker.start(started)
+            await until(worker, lambda report: report.in_flight == 4 and report.room == 0)
+            sampler.told_long = {request.key for request in started[:3]}
+            report = await until(worker, lambda report: report.room > 0)
+            assert report.room == 2, "one short rollout and one long one keep their slots"
+            await worker.start(requests(2, group_id=1, answers=1000))
+            assert (await until(worker, lambda report: report.in_flight == 6)).room == 0
+
+    run_virtual(main())
