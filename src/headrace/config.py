@@ -313,7 +313,7 @@ class EvaluationSettings(Section):
 class CheckpointSettings(Section):
     every_updates: int = Field(0, description="Updates between checkpoints; 0: by time only.", ge=0)
     every_seconds: float = Field(
-        0.0, description="Time between checkpoints, stretched where saving would cost the learner over 2 % of its time; 0: by updates only.", ge=0
+        120.0, description="Time between checkpoints, stretched where saving would cost the learner over 2 % of its time; 0: by updates only.", ge=0
     )
     keep: int = Field(2, description="Newest checkpoints kept.", ge=1)
 

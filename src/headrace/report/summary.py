@@ -36,6 +36,8 @@ class RunSummary:
             case "run_started":
                 self.started = line
                 self._utilization = UtilizationMeter(line["devices"])
+            case "run_resumed":
+                self.started = {**self.started, "num_updates": line["num_updates"]}
             case "worker_active":
                 self._upkeep.add_activity(line["activity"])
             case "updated":
