@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -168,14 +169,15 @@ def test_a_killed_sampler_is_replaced_and_the_run_makes_all_its_updates(run_lett
 def test_a_killed_role_that_may_not_restart_ends_the_run_with_its_name_and_nothing_left(model_cache: Path, tmp_path: Path, run_letters: RunLetters) -> None:
     run_letters("run.num_updates=1", name="warm")
     before = left_behind()
-    settings = load_settings(LETTERS, ["run.num_updates=1000", "limits.max_restarts=0"])
+    settings = load_settings(LETTERS, ["run.num_updates=1000", "checkpoint.every_updates=1", "limits.max_restarts=0"])
 
     def kill_one(event: dict[str, Any]) -> None:
         if event["event"] == "updated" and event["version"] == 2:
             max(role_processes(), key=lambda process: process.create_time()).kill()
 
-    with pytest.raises(WorkerLostError, match=r"Process (sampler|learner)-0 was ended by signal SIGKILL"):
+    with pytest.raises(WorkerLostError, match=r"Process (sampler|learner)-0 was ended by signal SIGKILL") as killed:
         asyncio.run(run_local(settings, tmp_path / "killed", subscribers=[kill_one], evaluate=False))
+    assert re.search(rf"Go on from update_00000[12]: headrace resume {tmp_path / 'killed'}\.", str(killed.value)), "the newest that was saved by then"
     assert left_behind() == before
 
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -31,7 +31,7 @@ from headrace.runtime import hosts
 from headrace.runtime.preflight import check_chats, read_recipe
 from headrace.runtime.processes import Alive, RoleProcess, refuse_start_while_importing, watched
 from headrace.runtime.resumption import Resumption, find_resumption, open_journal, set_aside
-from headrace.runtime.run_record import run_record
+from headrace.runtime.run_record import RunRecord, run_record
 from headrace.supervision import Restart
 from headrace.tasks.source import ListTaskSource
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
@@ -231,12 +231,23 @@ async def run_local(
             if resumption is not None:
                 record.begin(resumption.event(begins, conductor))
                 set_aside(run_directory, resumption)
-            try:
+            with _noting_the_end(record, conductor, run_directory):
                 async with watched(roles.irreplaceable):
                     await conductor.run()
-            finally:
-                record.final_version = conductor.learner.version
             return RunOutcome(run_directory=run_directory, checkpoint=conductor.checkpoints.last, startup_seconds=begins.startup_seconds)
+
+
+@contextlib.contextmanager
+def _noting_the_end(record: RunRecord, conductor: Conductor, run_directory: Path) -> Iterator[None]:
+    """The version reached; after a loss, how to go on."""
+    try:
+        yield
+    except WorkerLostError as error:
+        if conductor.checkpoints.last is not None:
+            error.remedy = f"Go on from {conductor.checkpoints.last.name}: headrace resume {run_directory}. {error.remedy or ''}".rstrip()
+        raise
+    finally:
+        record.final_version = conductor.learner.version
 
 
 async def evaluate_local(resolved: ResolvedSettings, checkpoint: Path, *, progress: StartupProgress = lambda what, fraction: None) -> ev.Evaluated:
