@@ -192,7 +192,7 @@ crashing = st.fixed_dictionaries(
 
 
 @given(schedule=crashing, moments=st.lists(st.floats(0, 1), min_size=1, max_size=3))
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=15, deadline=None)
 def test_any_number_of_crashes_at_any_moment_loses_nothing(schedule: dict[str, Any], moments: list[float]) -> None:
     settings = small_settings(
         mode=schedule["mode"],
