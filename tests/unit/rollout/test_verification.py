@@ -64,7 +64,7 @@ async def finished(worker: RolloutWorkerCore, count: int = 1) -> list[Trajectory
 def worker_with(
     sampler: ScriptedSampler, make: Callable[[], Environment] | None = Snapshots, *, code: LoopUserCode | None = None, **sections: Any
 ) -> RolloutWorkerCore:
-    settings = scripted_settings(**{"pool": {"verify": "all"}, **sections})
+    settings = scripted_settings(**{**sections, "pool": {"verify": "all", "verify_rounds": 2, **sections.get("pool", {})}})
     return scripted_worker(sampler, user_code=code or LoopUserCode(make_environment=make), settings=settings)
 
 
@@ -163,7 +163,7 @@ def test_without_verification_nothing_is_kept_and_no_snapshot_is_taken() -> None
     async def main() -> None:
         sampler = ScriptedSampler()
         Snapshots.taken = 0
-        async with running(worker_with(sampler, pool={})) as worker:
+        async with running(worker_with(sampler, pool={"verify": "off"})) as worker:
             await worker.start([rollout_request(task=scripted_task("t", answers=3, key_steps=[1]))])
             (trajectory,) = await finished(worker)
             assert (trajectory.round, Snapshots.taken) == (0, 0)
