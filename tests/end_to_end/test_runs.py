@@ -177,7 +177,7 @@ def test_a_killed_role_that_may_not_restart_ends_the_run_with_its_name_and_nothi
 
     with pytest.raises(WorkerLostError, match=r"Process (sampler|learner)-0 was ended by signal SIGKILL") as killed:
         asyncio.run(run_local(settings, tmp_path / "killed", subscribers=[kill_one], evaluate=False))
-    assert re.search(rf"Go on from update_00000[12]: headrace resume {tmp_path / 'killed'}\.", str(killed.value)), "the newest that was saved by then"
+    assert re.search(rf"Go on from update_0000\d\d: headrace resume {tmp_path / 'killed'}\.", str(killed.value)), "the newest that was saved by then"
     assert left_behind() == before
 
 
