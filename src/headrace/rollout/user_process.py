@@ -228,7 +228,7 @@ class UserProcess:
             self._set_timer(call.deadline)
             return
         self._over_limit = call
-        self.lost = self.lost or f"{call.name} gave no answer in {call.limit_seconds:g} s"
+        self.lost = self.lost or f"{call.name} gave no answer in {call.limit_seconds:g} s (rollout.max_environment_seconds)"
         self._end_now()
 
     def _fail_calls(self) -> None:
