@@ -132,7 +132,10 @@ def with_code(recipe: RecipeCode, use: Callable[[RecipeUserCode], Awaitable[None
 
 
 def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may end between two looks
+        return False
 
 
 def key(member: int) -> RolloutKey:
