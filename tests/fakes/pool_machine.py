@@ -19,7 +19,8 @@ from fakes.pool_runs import finished, outcome, pool_settings, version
 from headrace.clock import VirtualClockLoop
 from headrace.config import Advantage, Settings
 from headrace.errors import InvariantError
-from headrace.pool.pool import MAX_LOSSES, ExperiencePool, PoolClosedError, Retirement
+from headrace.pool.members import MAX_LOSSES, Retirement
+from headrace.pool.pool import ExperiencePool, PoolClosedError
 from headrace.types import EndReason, FinishedRollout, RetireReason, RolloutKey, Task
 from headrace.updates import MemberOutcome, Selection, UpdateResult
 

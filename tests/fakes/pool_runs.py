@@ -16,7 +16,8 @@ from typing import Any
 
 from headrace.clock import now
 from headrace.config import Settings
-from headrace.pool.pool import ExperiencePool, GroupReservation, PoolClosedError, Retirement
+from headrace.pool.members import Retirement
+from headrace.pool.pool import ExperiencePool, GroupReservation, PoolClosedError
 from headrace.types import EndReason, FinishedRollout, PolicyVersion, RetireReason, RolloutKey, Task, TrajectorySummary, VersionCount
 from headrace.updates import MemberOutcome, SelectedMember, Selection, UpdateResult
 

@@ -186,8 +186,8 @@ class KeyStepMachine(PoolMachine):
         self.delivered = {key: out for key, out in self.delivered.items() if out.worker != worker}  # nobody can verify these any more
         for key in restored:
             self.checked.pop(key)
-            if key.group_id in self.pool._groups:
-                self.rewards[key.group_id][key.member] = self.pool._groups[key.group_id].rewards[key.member]
+            if key.group_id in self.pool.members.groups:
+                self.rewards[key.group_id][key.member] = self.pool.members.groups[key.group_id].rewards[key.member]
         self.pool.observe_worker(worker, version=version(self.sampler))  # a successor of its name
 
     def look_after_the_pool(self) -> None:

@@ -133,7 +133,7 @@ class Story:
         # the crash may have come between the last failure of a member and the record that it is retired for it
         newest = {record.finished.summary.key[:2]: record.finished.summary for record in left.records if isinstance(record, Delivered)}
         retired = {key: RetireReason.FAILED for key, summary in newest.items() if summary.failed} | retired
-        there = {(group.group_id, member) for group in pool._groups.values() for member in range(group.size)}
+        there = {(group.group_id, member) for group in pool.members.groups.values() for member in range(group.size)}
         for record in left.records:
             if isinstance(record, Reserved):
                 for member in range(record.size):

@@ -20,7 +20,7 @@ from fakes.runs import run_settings, version_numbers
 from headrace import clock
 from headrace.clock import run_virtual
 from headrace.errors import ModelError, WaitTimeoutError, WorkerLostError
-from headrace.pool.pool import MAX_LOSSES
+from headrace.pool.members import MAX_LOSSES
 from headrace.types import EndReason, VerifyRequest
 
 TASKS = [

@@ -71,14 +71,14 @@ def pool_state(pool: ExperiencePool, again: Sequence[Task]) -> dict[str, Any]:
         raise InvariantError("the pool's state was asked for while a batch is out.")
     return {
         "schema": SCHEMA,
-        "next_group": pool._next_group,
-        "next_selection": pool._next_selection,
-        "next_completion": pool._next_completion,
-        "num_delivered": pool._num_delivered,
+        "next_group": pool.members.next_group,
+        "next_selection": pool.next_selection,
+        "next_completion": pool.members.next_completion,
+        "num_delivered": pool.members.num_delivered,
         "position": pool.place.position,
         "again": [asdict(task) for task in again],
         "ledger": pool.ledger.state(),
-        "groups": [_group_state(group) for group in pool._groups.values()],
+        "groups": [_group_state(group) for group in pool.members.groups.values()],
     }
 
 
@@ -112,7 +112,7 @@ def restore_pool(
         pool.journal.append(Restored(version=version, lineage=lineage))
     pool.observe(learner_version=PolicyVersion(lineage, version.number), sampler_version=PolicyVersion(lineage, version.number))
     pool.ledger.check()
-    groups = pool._groups.values()
+    groups = pool.members.groups.values()
     return RestoredPool(
         position=restoring.position,
         again=tuple(restoring.again),
@@ -130,20 +130,21 @@ class _Restoring:
         self.again = deque(Task(**task) for task in state["again"])
         self.num_void = self.num_lost = 0
         self._without_payload: set[RolloutKey] = set()
-        pool._next_group, pool._next_selection = state["next_group"], state["next_selection"]
-        pool._next_completion, pool._num_delivered = state["next_completion"], state["num_delivered"]
+        members = pool.members
+        members.next_group, pool.next_selection = state["next_group"], state["next_selection"]
+        members.next_completion, members.num_delivered = state["next_completion"], state["num_delivered"]
         pool.ledger.restore(state["ledger"])
         for each in state["groups"]:
             group = self._group(each, held)
-            pool._groups[group.group_id] = group
+            members.groups[group.group_id] = group
         pool.place = SourcePlace(self.position, len(self.again))
 
     def play(self, record: Record) -> None:
         """What happened, once more."""
-        pool = self._pool
+        pool, members = self._pool, self._pool.members
         match record:
             case Reserved():
-                pool._open(record.group_id, record.task, record.size)
+                members.open(record.group_id, record.task, record.size, sampler_version=0)  # the cut sets it
                 pool.place = record.place
                 self.position = record.place.position
                 while len(self.again) > record.place.num_again:
@@ -152,16 +153,16 @@ class _Restoring:
                 pool.ledger.report_generated(record.worker, record.generated_tokens)
             case Delivered():
                 pool.ledger.report_generated(record.worker, record.generated_tokens)
-                pool._add(record.finished, record.worker)
+                members.add(record.finished, record.worker)
             case SentBack():
                 for key in record.keys:
-                    group = pool._groups[key.group_id]
+                    group = pool.members.groups[key.group_id]
                     pool.ledger.sent_back(group.send_back(key.member, now()).summary, group.workers[key.member])
             case WorkerLost():
                 pool.ledger.report_generated(record.worker, record.generated_tokens)
-                pool._worker_lost(record.worker, record.keys)
+                members.worker_lost(record.worker, record.keys)
             case Consumed():
-                pool._next_selection = max(pool._next_selection, record.selection_id + 1)
+                pool.next_selection = max(pool.next_selection, record.selection_id + 1)
             case Restored():
                 self.cut(record.version)
             case _:
@@ -170,14 +171,14 @@ class _Restoring:
     def cut(self, version: PolicyVersion) -> None:
         """Goes back to `version`: see the head of this file."""
         pool, self.num_void, self.num_lost = self._pool, 0, 0
-        for group in pool._groups.values():
+        for group in pool.members.groups.values():
             for member in sorted(group.verifying):  # as it had been delivered
                 finished = group.finished[member] = group.verifying.pop(member)
                 group.rewards[member] = finished.summary.reward
                 pool.ledger.restored(finished.summary, group.workers[member])
         for worker in pool.ledger.workers:
             pool.ledger.worker_lost(worker)
-        for group in list(pool._groups.values()):
+        for group in list(pool.members.groups.values()):
             self._cut_group(group, version)
         self._without_payload.clear()
         pool.place = SourcePlace(self.position, len(self.again))
@@ -203,7 +204,7 @@ class _Restoring:
             self._pool.ledger.retried()
         group.workers = dict.fromkeys(group.workers, "")
         group.sampler_version = version.number
-        group.signal = (not group.in_flight or group.quorum < group.size) and self._pool._has_signal(group)
+        group.signal = (not group.in_flight or group.quorum < group.size) and self._pool.members.has_signal(group)
         group.refresh()
 
     def _is_void(self, summary: TrajectorySummary, version: PolicyVersion) -> bool:
@@ -219,11 +220,11 @@ class _Restoring:
         """Nothing of it is left."""
         pool = self._pool
         for summary in void:
-            pool._note(summary.key, summary.task_kind, RetireReason.VOID)
+            pool.members.note(summary.key, summary.task_kind, RetireReason.VOID)
         for key in lost:
             pool.ledger.member_failed(group.task.kind)
-            pool._note(key, group.task.kind, RetireReason.FAILED)
-        del pool._groups[group.group_id]
+            pool.members.note(key, group.task.kind, RetireReason.FAILED)
+        del pool.members.groups[group.group_id]
         pool.ledger.group_retired(*((RetireReason.VOID, "") if void else (RetireReason.FAILED, "worker_lost")))
         self.again.append(group.task)
 
@@ -286,9 +287,9 @@ def _group_state(group: Group) -> dict[str, Any]:
 @contextmanager
 def _unheard(pool: ExperiencePool) -> Iterator[None]:
     """What is played again was told before."""
-    heard = pool.journal, pool._on_retire
-    pool.journal = pool._on_retire = None
+    journal, on_retire = pool.journal, pool.members.on_retire
+    pool.journal, pool.members.on_retire = None, lambda _: None
     try:
         yield
     finally:
-        pool.journal, pool._on_retire = heard
+        pool.journal, pool.members.on_retire = journal, on_retire

@@ -7,7 +7,8 @@ import pytest
 from fakes.pool_runs import TASK, finished, learned, pool_settings, version
 from headrace.clock import run_virtual
 from headrace.errors import LedgerError
-from headrace.pool.pool import MAX_LOSSES, ExperiencePool, GroupReservation
+from headrace.pool.members import MAX_LOSSES
+from headrace.pool.pool import ExperiencePool, GroupReservation
 from headrace.types import EndReason, RolloutKey
 
 SETTINGS = pool_settings(pool={"groups_per_batch": 1, "max_staleness": 1}, rollout={"max_attempts": 2})
@@ -74,7 +75,7 @@ def test_a_trajectory_lost_inside_the_pool_is_named() -> None:
         for key in reserved(pool).keys:
             pool.add(finished(key), worker="a")
         pool.ledger.check()
-        del pool._groups[0].finished[1]  # the planted fault
+        del pool.members.groups[0].finished[1]  # the planted fault
         with pytest.raises(LedgerError, match=r"tokens: 6 generated, the classes sum to 3 \(3 lost\).*trajectories: 2 generated, the classes sum to 1"):
             pool.ledger.check()
 
@@ -88,7 +89,7 @@ def test_a_doubled_trajectory_is_named() -> None:
         for key in reserved(pool).keys:
             pool.add(finished(key), worker="a")
         double = finished(RolloutKey(0, 2, 0))
-        pool._groups[0].finished[2] = double  # the planted fault: past the check of add
+        pool.members.groups[0].finished[2] = double  # the planted fault: past the check of add
         with pytest.raises(LedgerError, match=r"the classes sum to 9 \(3 counted twice\)"):
             pool.ledger.check()
         pool.ledger.delivered(double.summary, "a")

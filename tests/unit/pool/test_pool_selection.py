@@ -410,7 +410,7 @@ def test_a_failure_is_retried_until_its_attempts_are_used_up() -> None:
         key = b.groups[0].keys[0]
         for attempt in (1, 2):
             retry = b.pool.add(finished(key, end=EndReason.ENVIRONMENT_ERROR)).retry
-            assert retry == RolloutKey(0, 0, attempt) and b.pool.task_of(retry) is TASK
+            assert retry == RolloutKey(0, 0, attempt) and b.pool.members.group_of(retry).task is TASK
             key = retry
         assert b.pool.add(finished(key, end=EndReason.ENVIRONMENT_ERROR)).retry is None
         trajectories = b.pool.ledger.snapshot(at_update=0, lineage=0)["trajectories"]
