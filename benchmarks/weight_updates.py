@@ -89,8 +89,8 @@ class Timeline:
             self.steps.append((start, time.perf_counter()))
             return rows
 
-        def noted_take_up() -> bool:
-            applied = take_up()
+        def noted_take_up(now: float = 0.0) -> bool:
+            applied = take_up(now)
             self._applied |= applied
             return applied
 
