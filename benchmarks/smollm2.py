@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "smollm2"))
 
-from task import evaluation_tasks, reward  # noqa: E402
+from task import evaluation_tasks, reward
 
-from headrace.config_loading import load_settings  # noqa: E402
-from headrace.runtime.local_evaluation import start_model  # noqa: E402
-from headrace.types import Task  # noqa: E402
+from headrace.config_loading import load_settings
+from headrace.runtime.local_evaluation import start_model
+from headrace.types import Task
 
 NEW_TOKENS = 32
 
