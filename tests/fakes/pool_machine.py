@@ -118,6 +118,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.waiting: list[tuple[Selection, int]] = []  # taken, with the version it will be trained from
         self.served: set[tuple[int, int]] = set()
         self.last_added: FinishedRollout | None = None
+        self.was_tightened = False
+        """What was admitted before may be late: nobody could have known."""
         self.apply()
 
     def teardown(self) -> None:
@@ -221,6 +223,17 @@ class PoolMachine(RuleBasedStateMachine):
             assert self._reserve_one("short", "a") is not None, f"deadlock: {self.pool.waiting_text(version(self.learner))}, and admission is full"
         raise AssertionError("no batch after 40 rounds")
 
+    def bound(self, share: float) -> None:
+        """A governor tightens or loosens."""
+        least = self.settings.updates_per_batch - 1
+        max_staleness = least + round(share * (self.settings.max_staleness - least))
+        self.was_tightened |= max_staleness < self.pool.max_staleness
+
+        async def bound() -> None:
+            self.pool.bound_staleness(max_staleness)
+
+        self._run(bound())
+
     # --- what must hold ---------------------------------------------------------------------------------------------------
 
     @invariant()
@@ -318,8 +331,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert served, "an empty batch"
         assert len(set(served)) == len(served) and not self.served & set(served), "a member was served twice"
         self.served |= set(served)
-        assert selection.max_staleness == self.settings.max_staleness
-        if self.settings.pool.on_expiry != "skip_tokens":
+        assert selection.max_staleness == self.pool.max_staleness
+        if self.settings.pool.on_expiry == "drop_group" or (self.settings.pool.on_expiry == "wait" and not self.was_tightened):
             last = trained_from + self.settings.updates_per_batch - 1
             key_groups = {member.summary.key.group_id for member in selection.members if member.num_key_steps}
             for member in selection.members:
@@ -328,7 +341,7 @@ class PoolMachine(RuleBasedStateMachine):
                         continue  # a key step is never dropped: the learner leaves out what is stale beside it
                     if member.marked:
                         continue
-                    assert not count.unmarked or last - count.version.number <= self.settings.max_staleness, f"{member.summary} expires at {last}"
+                    assert not count.unmarked or last - count.version.number <= selection.max_staleness, f"{member.summary} expires at {last}"
 
     def _learn(self, refused: str) -> None:
         selection, trained_from = self.waiting.pop(0)
@@ -353,7 +366,7 @@ class PoolMachine(RuleBasedStateMachine):
             busy_seconds=0.0,
         )
         self.learner += updates
-        if self.settings.waits_for_acknowledgements:
+        if self.pool.waits_for_acknowledgements:
             self.sampler = self.learner
             self.pool.observe(sampler_version=version(self.sampler))
         self.pool.retire(selection, result)

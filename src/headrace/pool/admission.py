@@ -29,19 +29,19 @@ MAX_OUTSTANDING = 4
 """Times the admission bound, parked and late members included: what bounds the memory."""
 
 
-def take_bound(settings: Settings) -> int:
-    """Updates: how old an unmarked token may be at take so that no minibatch of the batch finds it over max_staleness."""
-    return max(0, settings.max_staleness - (settings.updates_per_batch - 1))
+def take_bound(settings: Settings, max_staleness: int) -> int:
+    """Updates: how old an unmarked token may be at take so that no minibatch of the batch finds it over the bound in effect."""
+    return max(0, max_staleness - (settings.updates_per_batch - 1))
 
 
-def max_outstanding_groups(settings: Settings) -> int:
+def max_outstanding_groups(settings: Settings, max_staleness: int) -> int:
     """Groups that may be started and not retired."""
-    return max(1, (settings.max_staleness + 1) // settings.updates_per_batch) * settings.pool.groups_per_batch
+    return max(1, (max_staleness + 1) // settings.updates_per_batch) * settings.pool.groups_per_batch
 
 
-def spares_long_ones(settings: Settings) -> bool:
+def spares_long_ones(settings: Settings, max_staleness: int) -> bool:
     """Whether parked and late members do not count. Not where one batch is all that may be out: it is needed whole."""
-    return settings.pool.selection is SelectionRule.READY_FIRST and max_outstanding_groups(settings) > settings.pool.groups_per_batch
+    return settings.pool.selection is SelectionRule.READY_FIRST and max_outstanding_groups(settings, max_staleness) > settings.pool.groups_per_batch
 
 
 def counted_slots(group: Group, parked: Collection[RolloutKey]) -> int:

@@ -6,6 +6,8 @@
 * With a quorum a group may be served before its last members are back; those are served as they come, the group retires after the last.
 * `take` under drop_group or wait returns no unmarked token over max_staleness, except beside key steps; under skip_tokens the learner's
   own check, made against its version at that moment, is what guarantees I6.
+* The bound in effect may be lowered and raised again (`bound_staleness`), never over the setting. It holds from the next batch on: what is
+  there already and over it is skipped, or dropped under drop_group. Under wait what cannot be in time any more is served and skipped.
 * No key step is dropped: a group that holds one is not expired or refilled but served. Without signal it fills the batch as filtered,
   not trained (its gradient is 0), and its key steps count as skipped.filtered.
 * Members that are due for verification go back to their workers first (pool/verification.py).
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.clock import now
 from headrace.config import OnExpiry, Settings
@@ -79,8 +81,10 @@ class ExperiencePool:
         self._settings = settings
         self._group_size = settings.rollout.group_size
         self._updates_per_batch = settings.updates_per_batch
-        self._max_outstanding = admission.max_outstanding_groups(settings)
-        self._spares_long_ones = admission.spares_long_ones(settings)
+        self.max_staleness = settings.max_staleness
+        """The bound in effect, updates."""
+        self._max_outstanding = admission.max_outstanding_groups(settings, self.max_staleness)
+        self._spares_long_ones = admission.spares_long_ones(settings, self.max_staleness)
         self._verification = Verification(settings)
         self._chooser = Chooser.of(settings, self._verification)
         self._pace: Pace | None = None
@@ -137,7 +141,10 @@ class ExperiencePool:
 
     def has_room(self) -> bool:
         """Whether admission lets one more group start now."""
-        return self._has_room(self._max_outstanding if self._pace is None else self._pace.limit_groups)
+        return self._has_room(self._limit_groups())
+
+    def _limit_groups(self) -> int:
+        return self._max_outstanding if self._pace is None else min(self._max_outstanding, self._pace.limit_groups)
 
     def _has_room(self, limit_groups: int) -> bool:
         if self._closed or self._draining or len(self.members.groups) >= admission.MAX_OUTSTANDING * self._max_outstanding:
@@ -185,6 +192,21 @@ class ExperiencePool:
             self._parked[worker], changed = now_parked, True
         if changed:
             self._wake()
+
+    def bound_staleness(self, max_staleness: int) -> None:
+        """From now on this bound is in effect. ValueError when it is over the setting, or under what one batch needs."""
+        if not self._updates_per_batch - 1 <= max_staleness <= self._settings.max_staleness:
+            raise ValueError(f"the staleness bound in effect is {self._updates_per_batch - 1} to {self._settings.max_staleness}, not {max_staleness}.")
+        self.max_staleness = max_staleness
+        self._max_outstanding = admission.max_outstanding_groups(self._settings, max_staleness)
+        self._spares_long_ones = admission.spares_long_ones(self._settings, max_staleness)
+        self._chooser = replace(self._chooser, take_bound=admission.take_bound(self._settings, max_staleness))
+        self._wake()
+
+    @property
+    def waits_for_acknowledgements(self) -> bool:
+        """Where one batch is all that may be out, its trajectories begin only after every sampler has taken up the update before."""
+        return self.max_staleness < self._updates_per_batch
 
     # --- add --------------------------------------------------------------------------------------------------------------
 
@@ -301,7 +323,7 @@ class ExperiencePool:
             members=tuple(members),
             filtered=tuple(filtered),
             group_rewards=known,
-            max_staleness=self._settings.max_staleness,
+            max_staleness=self.max_staleness,
             max_key_staleness=self._settings.pool.max_key_staleness,
         )
         self.next_selection += 1
@@ -372,7 +394,7 @@ class ExperiencePool:
         """Levels now, and staleness of what is pooled against the version the next batch is trained from."""
         return measure(
             list(self.members.groups.values()),
-            max_groups=self._max_outstanding if self._pace is None else self._pace.limit_groups,
+            max_groups=self._limit_groups(),
             version=self._next_version(),
             num_delivered=self.members.num_delivered,
             seconds=0.0 if self.members.first_seconds is None else now() - self.members.first_seconds,

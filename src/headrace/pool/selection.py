@@ -67,7 +67,7 @@ class Chooser:
             groups_per_batch=settings.pool.groups_per_batch,
             slots_per_batch=settings.batch_trajectories,
             updates_per_batch=settings.updates_per_batch,
-            take_bound=admission.take_bound(settings),
+            take_bound=admission.take_bound(settings, settings.max_staleness),
             max_key_staleness=settings.pool.max_key_staleness,
             verification=verification,
         )

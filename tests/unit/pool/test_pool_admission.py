@@ -33,7 +33,7 @@ def finish(pool: ExperiencePool, reservation: GroupReservation, versions: dict[i
 )
 def test_admission_lets_out_as_many_batches_as_can_be_trained_in_time(max_staleness: int, minibatches: int, batches: int) -> None:
     settings = pool_settings(pool={"groups_per_batch": 5, "max_staleness": max_staleness}, learner={"num_minibatches": minibatches})
-    assert max_outstanding_groups(settings) == 5 * batches
+    assert max_outstanding_groups(settings, settings.max_staleness) == 5 * batches
     # in order, the last batch let out at version 0 is trained last at version batches * k - 1; one batch more would be over
     assert batches * minibatches - 1 <= max_staleness < (batches + 1) * minibatches - 1
 
@@ -46,8 +46,8 @@ def test_admission_lets_out_as_many_batches_as_can_be_trained_in_time(max_stalen
 @pytest.mark.parametrize("learner", [{}, {"num_minibatches": 2}, {"num_minibatches": 2, "num_epochs": 3}])
 def test_sync_lets_out_exactly_one_batch_whatever_pool_max_staleness_says(learner: dict[str, int]) -> None:
     settings = pool_settings(run={"mode": "sync"}, pool={"groups_per_batch": 3, "max_staleness": 8}, learner=learner)
-    assert max_outstanding_groups(settings) == 3
-    assert take_bound(settings) == 0
+    assert max_outstanding_groups(settings, settings.max_staleness) == 3
+    assert take_bound(settings, settings.max_staleness) == 0
 
 
 def test_a_group_is_reserved_whole_with_rising_identifiers_and_attempt_0() -> None:
