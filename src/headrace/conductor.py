@@ -101,7 +101,7 @@ class Conductor:
     async def run(self) -> None:
         """Trains until num_updates. Raises the first HeadraceError of any loop; cancelling it ends every loop."""
         await self._publish()
-        if self.restored is None:
+        if self.learner.version.number == 0:
             await self._evaluate(self.learner.version)
         self.events.emit(ev.TimedWindow(phase="start"))
         try:

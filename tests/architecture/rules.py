@@ -11,7 +11,7 @@ from pathlib import Path
 
 LAYERS = {
     **dict.fromkeys(("__init__", "types", "updates", "errors"), 0),
-    **dict.fromkeys(("config", "config_loading", "roles", "events", "clock", "recipe", "statistics", "marks"), 1),
+    **dict.fromkeys(("config", "config_loading", "roles", "events", "clock", "recipe", "statistics", "marks", "manifest"), 1),
     **dict.fromkeys(("tasks", "rollout", "sampler", "pool", "learner", "weights"), 2),
     **dict.fromkeys(("conductor", "checkpointing", "evaluation", "setbacks", "supervision", "workers"), 3),
     "runtime": 4,

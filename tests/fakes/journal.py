@@ -8,14 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.checkpointing import Restore
+from headrace.config import Settings
 from headrace.pool.journal import Delivered, Record, Restored, record_from_json, record_to_json, summary_from_json, summary_to_json
+from headrace.runtime.resumption import start_state
 from headrace.types import FinishedRollout, PolicyVersion
 
 
 class MemoryJournal:
     """Implements pool.journal.Journal."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings | None = None) -> None:
+        """With settings the start of the run is a place to go on from, too."""
+        self.start = None if settings is None else start_state(settings)
         self.records: list[Record] = []
         self.states: list[tuple[int, Mapping[str, Any]]] = []
         """(records by the time it was durable, state)"""
@@ -33,13 +37,14 @@ class MemoryJournal:
     def cut(self, num_records: int) -> MemoryJournal:
         """What a crash leaves when so many records were written."""
         left = MemoryJournal()
+        left.start = self.start
         left.records = self.records[:num_records]
         left.states = [(at, copy.deepcopy(state)) for at, state in self.states if at <= num_records]
         return left
 
     def restore(self, *, newest: int = -1) -> tuple[Restore, PolicyVersion]:
-        """From its newest checkpoint, or an older one; and the version that the learner starts at."""
-        state = self.states[newest][1]
+        """From its newest checkpoint, or an older one, or the start; and the version that the learner starts at."""
+        state = self.states[newest][1] if self.states or self.start is None else self.start
         version, mark = PolicyVersion(*state["version"]), state["mark"]
         held = {(r.finished.summary.key, r.finished.summary.round): r.finished.payload for r in self.records[:mark] if isinstance(r, Delivered)}
         lineage = 1 + max([version.lineage, *(record.lineage for record in self.records if isinstance(record, Restored))])

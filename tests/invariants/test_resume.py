@@ -62,7 +62,7 @@ def reported_by(records: list[Any]) -> Counter[str]:
 def live(settings: Settings, given_tasks: list[Task], journal: MemoryJournal | None = None, **options: Any) -> ScriptedRun:
     """A run from its beginning, or from what a crash has left."""
     if journal is None:
-        run = ScriptedRun(settings=settings, tasks=given_tasks, journal=MemoryJournal(), checkpoint_directory=NOWHERE, **options)
+        run = ScriptedRun(settings=settings, tasks=given_tasks, journal=MemoryJournal(settings), checkpoint_directory=NOWHERE, **options)
     else:
         restore, start = journal.restore()
         run = ScriptedRun(settings=settings, tasks=given_tasks, journal=journal, restore=restore, start=start, checkpoint_directory=NOWHERE, **options)
@@ -88,10 +88,8 @@ class Story:
         self._life_began = 0
 
     def num_cuts(self) -> range:
-        """Numbers of records of this life at which it can die and be resumed: from its first checkpoint on."""
-        states = self.run.journal.states
-        first = next((at for at, _ in states if at > self._life_began), None) if not self._life_began else self._life_began
-        return range(first if first is not None else len(self.run.journal.records), len(self.run.journal.records) + 1)
+        """Numbers of records of this life at which it can die and be resumed: at any."""
+        return range(self._life_began, len(self.run.journal.records) + 1)
 
     def crash(self, num_records: int) -> MemoryJournal:
         """Dies after so many records; returns the journal that is left, and goes on from it."""

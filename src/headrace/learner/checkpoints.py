@@ -4,6 +4,7 @@
     adapter/                                             with LoRA: the adapter alone, as peft loads it
     optimizer.safetensors                                AdamW's moments and step counts by parameter name; data, not code
     learner.json                                         schema, version, ancestry, settings
+    manifest.json                                        size and SHA-256 of all these, written last, checked before anything is loaded
 
 Written to a directory beside the target, flushed to disk, then renamed: whole or absent.
 """
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from headrace.config import Settings
 from headrace.errors import CheckpointError
 from headrace.learner.lora import ADAPTER_FOLDER, Adapters
+from headrace.manifest import find_damage, write_manifest
 from headrace.types import PolicyVersion
 
 SCHEMA = 1
@@ -68,6 +70,7 @@ def save_checkpoint(
         save_file(_moments(model, optimizer), partial / OPTIMIZER_FILE)
         learner = {"schema": SCHEMA, "version": list(version), "ancestry": sorted(ancestry.items()), "settings": settings.model_dump(mode="json")}
         (partial / LEARNER_FILE).write_text(json.dumps(learner, indent=1), encoding="utf-8")
+        write_manifest(partial)
         for path in [*partial.rglob("*"), partial]:
             _flush(path)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -86,6 +89,8 @@ def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimize
     from transformers import AutoModelForCausalLM
 
     parameters = dict(model.named_parameters())
+    if (damage := find_damage(directory)) is not None:
+        raise CheckpointError(f"{directory}: not a whole learner checkpoint: {damage}.", remedy="Name another checkpoint of the run.")
     try:
         state = _read_state(directory)
         if (directory / ADAPTER_FOLDER).is_dir() != (adapters is not None):

@@ -196,6 +196,11 @@ class LearnerRank:
                 Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings, adapters=self._adapters
             )
 
+    def begin_again(self, lineage: int) -> None:
+        """The weights that it was made with are update 0 of a new lineage: a run goes on that had saved nothing. Every rank does so."""
+        self._version = PolicyVersion(lineage, 0)
+        self._ancestry = {0: 0, lineage: 0}
+
     def load(self, directory: Path, *, lineage: int | None = None) -> None:
         """Goes on from a checkpoint under a new lineage (default: the saved one + 1), so that numbers after it never name two models.
 

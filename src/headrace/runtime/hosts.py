@@ -47,8 +47,13 @@ def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, c
     wire.receive()
 
 
-def host_learner(end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Path, int] | None = None) -> None:
-    """One learner rank: answers (method, arguments) with the method's result, one at a time. `restored`: checkpoint and lineage to go on from."""
+def host_learner(
+    end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Path | None, int] | None = None
+) -> None:
+    """One learner rank: answers (method, arguments) with the method's result, one at a time.
+
+    `restored`: checkpoint (None: the weights it starts with) and lineage to go on from.
+    """
     from headrace.learner.core import LearnerRank, init_ranks, shutdown_ranks
     from headrace.weights.shared_memory import SharedMemoryWriter
 
@@ -58,7 +63,11 @@ def host_learner(end: socket.socket, model: Path, settings: Settings, channel: A
     try:
         learner = LearnerRank(str(model), settings, rank=rank, world_size=world_size, writer=SharedMemoryWriter(channel) if rank == 0 else None)
         if restored is not None:
-            learner.load(restored[0], lineage=restored[1])
+            checkpoint, lineage = restored
+            if checkpoint is None:
+                learner.begin_again(lineage)
+            else:
+                learner.load(checkpoint, lineage=lineage)
         wire.send(Hello(facts={"version": learner.version}))
         while True:
             method, arguments = wire.receive()

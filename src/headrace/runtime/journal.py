@@ -3,12 +3,14 @@
 The conductor's loop only puts records into a queue; it waits for the disk once a batch, before the batch is learned from, and when a
 checkpoint is saved. SQLite in WAL mode, synchronous = NORMAL: what was committed survives the death of any process; a power cut may take
 the newest commits, never the file. Beside each checkpoint lies run_state.json, written last: a checkpoint without it is no place to go on
-from. What neither of the two newest ones needs is deleted, so the file stays as large as what happens between two checkpoints.
+from. What neither of the two newest ones needs is deleted (the start of the run counts as the first one), so the file stays as large as
+what happens between two checkpoints.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import queue
@@ -21,17 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError, RunDirectoryError
-from headrace.pool.journal import Delivered, Record, Reported, record_from_json, record_to_json, summary_from_json, summary_to_json
+from headrace.pool.journal import Delivered, Record, Reported, Restored, record_from_json, record_to_json, summary_from_json, summary_to_json
 from headrace.pool.restoring import held_rollouts
 from headrace.types import FinishedRollout, RolloutKey
 
 FILE = "pool.sqlite"
 STATE_FILE = "run_state.json"
-SCHEMA = 1
+SCHEMA = 2
 COMMIT_SECONDS = 0.25
 """Between two commits that nobody waits for."""
 NUM_STATES = 2
 """Newest checkpoints that the journal can still serve."""
+START: Mapping[str, Any] = {"version": [0, 0], "mark": 0, "pool": {"groups": []}}
+"""As much of the state of a run that has just begun as the journal needs."""
+_FLOOR = "floor"
+"""Fact: the mark of the oldest state that the journal serves."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -56,15 +62,17 @@ class _Order:
 class RunJournal:
     """Implements pool.journal.Journal. `close` commits the rest and ends the thread."""
 
-    def __init__(self, directory: Path, checkpoints: Path, *, first: int = 1, states: Sequence[Mapping[str, Any]] = (), keeps_records: bool = True) -> None:
-        """`first`: number of the next record; `states`: of the checkpoints that are there, oldest first. Without `keeps_records` only states
+    def __init__(
+        self, directory: Path, checkpoints: Path, *, first: int = 1, states: Sequence[Mapping[str, Any]] = (START,), keeps_records: bool = True
+    ) -> None:
+        """`first`: number of the next record; `states`: that the run may still go back to, oldest first. Without `keeps_records` only states
         are written: then what was pooled at a checkpoint is lost to a run that goes on from it.
 
         Raises RunDirectoryError when the file cannot be written.
         """
         self._next, self._keeps_records = first, keeps_records
         self._queue: queue.SimpleQueue[tuple[int, Record] | _Order | None] = queue.SimpleQueue()
-        self._writer = _Writer(directory / FILE, checkpoints, states, keeps_records=keeps_records)
+        self._writer = _Writer(directory / FILE, checkpoints, states, keeps_records=keeps_records, before=first - 1)
         self._thread = threading.Thread(target=self._writer.run, args=(self._queue,), name="journal", daemon=True)
         self._thread.start()
 
@@ -99,7 +107,8 @@ class RunJournal:
 class _Writer:
     """What the thread does."""
 
-    def __init__(self, path: Path, checkpoints: Path, states: Sequence[Mapping[str, Any]], *, keeps_records: bool) -> None:
+    def __init__(self, path: Path, checkpoints: Path, states: Sequence[Mapping[str, Any]], *, keeps_records: bool, before: int) -> None:
+        """`before`: a new file holds nothing of the records up to this number."""
         self._path, self._checkpoints = path, checkpoints
         self._states = list(states)[-NUM_STATES:]
         self.failure: RunDirectoryError | None = None
@@ -112,6 +121,7 @@ class _Writer:
                 self._connection.execute(f"PRAGMA {pragma}")
             self._connection.executescript(_TABLES)
             self._connection.execute("INSERT OR IGNORE INTO facts VALUES ('schema', ?)", (str(SCHEMA),))
+            self._connection.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (_FLOOR, str(before)))
         except sqlite3.Error as error:
             raise self._unwritable(error) from error
 
@@ -163,6 +173,7 @@ class _Writer:
         connection.execute("DELETE FROM held")
         connection.executemany("INSERT OR IGNORE INTO held VALUES (?, ?, ?, ?)", [(*key, round_) for key, round_ in held_rollouts(oldest["pool"])])
         connection.execute("DELETE FROM records WHERE seq <= ?", (oldest["mark"],))
+        connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_FLOOR, str(oldest["mark"])))
         connection.execute("DELETE FROM trajectories WHERE seq <= ? AND (group_id, member, attempt, round) NOT IN (SELECT * FROM held)", (oldest["mark"],))
         connection.execute("COMMIT")
 
@@ -199,10 +210,10 @@ def _tell(done: asyncio.Future[None], failure: RunDirectoryError | None) -> None
 
 def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Makes a learner's checkpoint one that a run can go on from: whole, or not there."""
-    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != STATE_FILE}
+    body = {"schema": SCHEMA, **state}
     aside = checkpoint / f".{STATE_FILE}.part"
     with aside.open("w", encoding="utf-8") as file:
-        json.dump({"schema": SCHEMA, **state, "files": sizes}, file)
+        json.dump({**body, "sha256": _digest(body)}, file)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(checkpoint / STATE_FILE)
@@ -213,32 +224,68 @@ def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_journal(path: Path, state: Mapping[str, Any]) -> tuple[dict[tuple[RolloutKey, int], bytes], list[Record], int]:
-    """(payloads that the state needs, records since it was taken, the highest number of any record). A file that is not there holds nothing.
+def read_state(checkpoint: Path) -> Mapping[str, Any]:
+    """What `write_state` wrote. Raises OSError when it is not there, ValueError when it is damaged or of another headrace."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    if state["schema"] != SCHEMA:
+        raise ValueError(f"{STATE_FILE} has schema {state['schema']}, this headrace reads {SCHEMA}")
+    if state.pop("sha256") != _digest(state):
+        raise ValueError(f"{STATE_FILE} is damaged (its contents are not what was written)")
+    return state
 
-    Raises CheckpointError when it is damaged.
-    """
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalRead:
+    """What pool.sqlite holds for a run that goes on from one state."""
+
+    held: Mapping[tuple[RolloutKey, int], bytes]
+    """Payloads that the state needs."""
+    records: Sequence[Record]
+    """Since it was taken, in order."""
+    highest: int
+    """Number of any record."""
+    lineages: Sequence[int]
+    """That earlier restores began."""
+    reaches_back: bool
+    """False: records since the state are gone, all of them are left out."""
+
+
+def read_journal(path: Path, state: Mapping[str, Any]) -> JournalRead:
+    """A file that is not there holds nothing. Raises CheckpointError when it is damaged."""
     mark = int(state["mark"])
     if not path.exists():
-        return {}, [], mark
+        return JournalRead(held={}, records=[], highest=mark, lineages=[], reaches_back=mark == 0)
     try:
         connection = sqlite3.connect(path)
         try:
             [(verdict,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
+            floor = connection.execute("SELECT value FROM facts WHERE name = ?", (_FLOOR,)).fetchone()
+            reaches_back = floor is None or int(floor[0]) <= mark
             wanted = set(held_rollouts(state["pool"]))
             rows = connection.execute("SELECT group_id, member, attempt, round, payload FROM trajectories WHERE seq <= ?", (mark,))
             held = {(RolloutKey(*row[:3]), row[3]): row[4] for row in rows if (RolloutKey(*row[:3]), row[3]) in wanted}
-            since = [*_delivered(connection, mark), *_others(connection, mark)]
+            since = [*_delivered(connection, mark), *_others(connection, mark)] if reaches_back else []
             highest = [connection.execute(f"SELECT max(seq) FROM {table}").fetchone()[0] or 0 for table in ("records", "trajectories")]
+            restored = [record_from_json(*row) for row in connection.execute("SELECT kind, record FROM records WHERE kind = 'restored'")]
         finally:
             connection.close()
     except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path}: the journal is damaged: {error}.", remedy=f"Move it away: the run then goes on from its checkpoint without what lay in the pool ({path})."
         ) from error
-    return held, [record for _, record in sorted(since, key=lambda one: one[0])], max(mark, *highest)
+    return JournalRead(
+        held=held,
+        records=[record for _, record in sorted(since, key=lambda one: one[0])],
+        highest=max(mark, *highest),
+        lineages=[record.lineage for record in restored if isinstance(record, Restored)],
+        reaches_back=reaches_back,
+    )
 
 
 def _delivered(connection: sqlite3.Connection, mark: int) -> Iterable[tuple[int, Record]]:

@@ -1,4 +1,4 @@
-"""What a run in a directory can go on from: its newest whole checkpoint, and the journal since."""
+"""What a run in a directory can go on from: its newest whole checkpoint, or its start where it had saved none, and the journal since."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from headrace.config import Settings
 from headrace.config_loading import ResolvedSettings, value_of
 from headrace.errors import ConfigError, Problem
 from headrace.events import RunResumed, RunStarted
-from headrace.pool.journal import Restored
-from headrace.runtime.journal import FILE, SCHEMA, STATE_FILE, RunJournal, read_journal
+from headrace.manifest import find_damage
+from headrace.pool.pool import ExperiencePool
+from headrace.pool.restoring import pool_state
+from headrace.runtime.journal import FILE, START, STATE_FILE, RunJournal, read_journal, read_state
 from headrace.types import PolicyVersion
 
 FIXED = ("model.path", "model.prepare", "model.architecture", "model.characters", "model.lora_rank", "run.seed", "rollout.group_size", "task.module")
@@ -27,7 +29,8 @@ FIXED = ("model.path", "model.prepare", "model.architecture", "model.characters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    checkpoint: Path
+    checkpoint: Path | None
+    """None: the weights that the run began with."""
     restore: Restore
     start: PolicyVersion
     """Of the learner."""
@@ -45,7 +48,7 @@ class Resumption:
         values |= {"lineage": self.start.lineage, "resumed_from_update": self.start.number}
         return RunResumed(
             **values,
-            checkpoint=str(self.checkpoint),
+            checkpoint="" if self.checkpoint is None else str(self.checkpoint),
             pooled=len(restored.pooled),
             void=restored.num_void,
             lost=restored.num_lost,
@@ -69,31 +72,26 @@ def refuse_changes(before: Settings, resolved: ResolvedSettings) -> None:
 
 def find_resumption(directory: Path, settings: Settings) -> Resumption:
     """Raises ConfigError when there is nothing to go on from or nothing left to do, CheckpointError when the journal is damaged."""
-    whole: list[tuple[PolicyVersion, Path, Mapping[str, Any]]] = []
-    broken: list[tuple[Path, str]] = []
-    for path in sorted((directory / "checkpoints").glob("update_*")):
-        state = _whole(path)
-        if isinstance(state, str):
-            broken.append((path, state))
-        else:
-            whole.append((PolicyVersion(*state["version"]), path, state))
-    if not whole:
-        raise _nothing_saved(directory, broken)
-    whole.sort(key=lambda one: one[0])
-    version, checkpoint, state = whole[-1]
+    whole, broken = _look_at(directory / "checkpoints")
+    if whole:
+        version, checkpoint, state = whole[-1]
+    else:
+        version, checkpoint, state = PolicyVersion(0, 0), None, start_state(settings)
     if version.number >= settings.run.num_updates:
         message = f"the run is at update {version.number}, and run.num_updates is {settings.run.num_updates}: nothing is left to do."
         remedy = f"Raise it to train on: run.num_updates={max(2 * version.number, 1)}."
         raise ConfigError([Problem(key="run.num_updates", value=settings.run.num_updates, limit=f"above {version.number}", message=message, remedy=remedy)])
-    held, records, highest = read_journal(directory / FILE, state)
-    lineage = 1 + max([version.lineage, *(record.lineage for record in records if isinstance(record, Restored))])
-    passed_over = [(path, why) for path, why in broken if path.name > checkpoint.name]
+    journal = read_journal(directory / FILE, state)
+    if checkpoint is None and broken and not ((directory / FILE).exists() and journal.reaches_back):
+        raise _nothing_whole(directory, broken)
+    lineage = 1 + max([*(found.lineage for found, _, _ in whole), version.lineage, *journal.lineages])
+    passed_over = [(path, why) for path, why in broken if checkpoint is None or path.name > checkpoint.name]
     return Resumption(
         checkpoint=checkpoint,
-        restore=Restore(version=version, state=state, held=held, records=records, checkpoints=[path for _, path, _ in whole]),
+        restore=Restore(version=version, state=state, held=journal.held, records=journal.records, checkpoints=[path for _, path, _ in whole]),
         start=PolicyVersion(lineage, version.number),
-        next_record=highest + 1,
-        states=tuple(state for _, _, state in whole),
+        next_record=journal.highest + 1,
+        states=tuple(found for _, _, found in whole) or (START,),
         passed_over=tuple(f"{path.name}: {why}" for path, why in passed_over),
     )
 
@@ -105,13 +103,15 @@ def open_journal(directory: Path, settings: Settings, resumption: Resumption | N
         directory,
         directory / "checkpoints",
         first=1 if resumption is None else resumption.next_record,
-        states=() if resumption is None else resumption.states,
+        states=(START,) if resumption is None else resumption.states,
         keeps_records=bool(checkpoint.every_updates or checkpoint.every_seconds),
     )
 
 
 def set_aside(directory: Path, resumption: Resumption) -> None:
-    """Checkpoints that were passed over get another name, so that nothing takes them for the run's newest."""
+    """Checkpoints that were passed over get another name, so that nothing takes them for the run's newest. What was never whole goes."""
+    for path in (directory / "checkpoints").glob(".update_*"):
+        shutil.rmtree(path, ignore_errors=True)
     for text in resumption.passed_over:
         path = directory / "checkpoints" / text.partition(":")[0]
         shutil.rmtree(aside := path.with_name(f"unused_{path.name}"), ignore_errors=True)
@@ -119,15 +119,28 @@ def set_aside(directory: Path, resumption: Resumption) -> None:
             path.rename(aside)
 
 
+def _look_at(checkpoints: Path) -> tuple[list[tuple[PolicyVersion, Path, Mapping[str, Any]]], list[tuple[Path, str]]]:
+    """(those that a run can go on from, oldest first; the others, and why not). Of the whole ones only the newest has been read through."""
+    whole: list[tuple[PolicyVersion, Path, Mapping[str, Any]]] = []
+    broken: list[tuple[Path, str]] = []
+    for path in sorted(checkpoints.glob("update_*")):
+        state = _whole(path)
+        if isinstance(state, str):
+            broken.append((path, state))
+        else:
+            whole.append((PolicyVersion(*state["version"]), path, state))
+    whole.sort(key=lambda one: one[0])
+    while whole and (damage := find_damage(whole[-1][1])) is not None:
+        broken.append((whole.pop()[1], damage))
+    return whole, broken
+
+
 def _whole(path: Path) -> Mapping[str, Any] | str:
-    """The state beside a checkpoint, or what is wrong with it."""
+    """The state beside a checkpoint, or what is wrong with it at first sight."""
     try:
-        state: Mapping[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        if state["schema"] != SCHEMA:
-            return f"{STATE_FILE} has schema {state['schema']}, this headrace reads {SCHEMA}"
-        for name, size in state["files"].items():
-            if (path / name).stat().st_size != size:
-                return f"{name} is damaged ({(path / name).stat().st_size} bytes instead of {size})"
+        state = read_state(path)
+        if (damage := find_damage(path, sizes_only=True)) is not None:
+            return damage
         learner = json.loads((path / "learner.json").read_text(encoding="utf-8"))
         if list(learner["version"]) != list(state["version"]):
             return f"learner.json is of version {learner['version']}, {STATE_FILE} of {state['version']}"
@@ -138,10 +151,12 @@ def _whole(path: Path) -> Mapping[str, Any] | str:
     return state
 
 
-def _nothing_saved(directory: Path, broken: list[tuple[Path, str]]) -> ConfigError:
-    if broken:
-        message = f"run '{directory}' holds no whole checkpoint: {'; '.join(f'{path.name}: {why}' for path, why in broken)}."
-    else:
-        message = f"run '{directory}' ended before it saved a checkpoint, so there is nothing to go on from."
-    remedy = f"Start it anew: headrace run {directory / 'config.toml'}; checkpoint.every_seconds says how often a run is saved."
-    return ConfigError([Problem(key="RUN", value=str(directory), limit="a run with a checkpoint", message=message, remedy=remedy)])
+def start_state(settings: Settings) -> dict[str, Any]:
+    """Of a run before its first rollout."""
+    return {**START, "pool": pool_state(ExperiencePool(settings), ())}
+
+
+def _nothing_whole(directory: Path, broken: list[tuple[Path, str]]) -> ConfigError:
+    message = f"run '{directory}' holds no whole checkpoint: {'; '.join(f'{path.name}: {why}' for path, why in broken)}."
+    remedy = f"Start it anew: headrace run {directory / 'config.toml'}; checkpoint.keep says how many checkpoints stay."
+    return ConfigError([Problem(key="RUN", value=str(directory), limit="a run with a whole checkpoint", message=message, remedy=remedy)])

@@ -16,6 +16,7 @@ from fakes.runs import ScriptedRun, run_settings
 from headrace.clock import run_virtual
 from headrace.config import Settings
 from headrace.errors import CheckpointError, ConfigError, RunDirectoryError
+from headrace.manifest import MANIFEST, write_manifest
 from headrace.pool.journal import Delivered, Record, Reported
 from headrace.pool.restoring import held_rollouts
 from headrace.runtime.journal import FILE, STATE_FILE, RunJournal, read_journal
@@ -47,7 +48,15 @@ def make_checkpoint(directory: Path, version: tuple[int, int]) -> str:
     path.mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"weights" * 100)
     (path / "learner.json").write_text(json.dumps({"version": list(version)}))
+    write_manifest(path)
     return path.name
+
+
+def flip_a_bit(path: Path) -> None:
+    """What a disk does that loses its charge: the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def write_run(directory: Path, recorded: Saved, *, num_states: int) -> None:
@@ -75,7 +84,8 @@ def write_run(directory: Path, recorded: Saved, *, num_states: int) -> None:
 def test_what_was_committed_is_read_back_record_by_record(tmp_path: Path, recorded: Saved) -> None:
     records, states = recorded
     write_run(tmp_path / "run", recorded, num_states=2)
-    held, since, highest = read_journal(tmp_path / "run" / FILE, states[1])
+    read = read_journal(tmp_path / "run" / FILE, states[1])
+    held, since, highest = read.held, read.records, read.highest
     later = [record for record in records[states[1]["mark"] :] if not isinstance(record, Reported)]
     assert [record for record in since if not isinstance(record, Reported)] == later and highest == len(records)
     assert set(held) == set(held_rollouts(states[1]["pool"])) and all(held.values())
@@ -88,9 +98,9 @@ def test_the_two_newest_checkpoints_can_be_gone_back_to_and_older_records_are_go
     records, states = recorded
     write_run(tmp_path / "run", recorded, num_states=3)
     for state in states[1:]:
-        held, since, _ = read_journal(tmp_path / "run" / FILE, state)
-        assert set(held) == set(held_rollouts(state["pool"]))
-        assert sum(isinstance(one, Delivered) for one in since) == sum(isinstance(one, Delivered) for one in records[state["mark"] :])
+        read = read_journal(tmp_path / "run" / FILE, state)
+        assert set(read.held) == set(held_rollouts(state["pool"])) and read.reaches_back
+        assert sum(isinstance(one, Delivered) for one in read.records) == sum(isinstance(one, Delivered) for one in records[state["mark"] :])
     connection = sqlite3.connect(tmp_path / "run" / FILE)
     assert connection.execute("SELECT min(seq) FROM records").fetchone()[0] > states[1]["mark"]
     kept = connection.execute("SELECT count(*) FROM trajectories WHERE seq <= ?", (states[1]["mark"],)).fetchone()[0]
@@ -111,8 +121,12 @@ def test_the_newest_whole_checkpoint_is_found_under_the_next_lineage(tmp_path: P
         (lambda path: (path / "model.safetensors").write_bytes(b"torn"), "model.safetensors is damaged (4 bytes instead of 700)"),
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda path: (path / STATE_FILE).unlink(), f"{STATE_FILE} is missing"),
+        (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors is damaged (its contents are not what was written)"),
+        (lambda path: flip_a_bit(path / STATE_FILE), STATE_FILE),
+        (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+        (lambda path: (path / MANIFEST).write_text("[]"), f"{MANIFEST} is damaged"),
         (lambda path: (path / STATE_FILE).write_text("{"), "cannot be read"),
-        (lambda path: (path / "learner.json").write_text('{"version": [0, 3]}'), "learner.json is of version [0, 3]"),
+        (lambda path: (path / "learner.json").write_text('{"version": [0, 3]}') and write_manifest(path), "learner.json is of version [0, 3]"),
     ],
 )
 def test_a_damaged_newest_checkpoint_is_passed_over_for_an_older_one(
@@ -127,13 +141,53 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_an_older_one(
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["unused_update_000004", "update_000002"]
 
 
-def test_a_run_without_a_checkpoint_is_refused_with_what_to_do(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
-    write_run(tmp_path / "run", recorded, num_states=0)
-    with pytest.raises(ConfigError, match=r"ended before it saved a checkpoint.*headrace run .*config\.toml.*checkpoint\.every_seconds"):
+def test_a_run_that_had_saved_nothing_goes_on_from_its_start_with_what_it_had_sampled(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    records, _ = recorded
+    write_run(tmp_path / "run", (records[:40], []), num_states=0)
+    found = find_resumption(tmp_path / "run", settings)
+    assert found.checkpoint is None and found.start == PolicyVersion(1, 0) and found.next_record == 41
+    run = ScriptedRun(settings=settings, restore=found.restore, start=found.start)
+    run_virtual(run.run())
+    restored = run.conductor.restored
+    assert restored is not None and restored.pooled and restored.num_lost > 0
+    assert [line["version"] for line in run.log.named("updated")] == [1, 2, 3, 4, 5, 6] and run.learner.version == PolicyVersion(1, 6)
+    assert run.log.named("ledger")[-1]["ledger"]["closes"]
+
+
+def test_a_first_checkpoint_that_is_damaged_is_passed_over_for_the_start_of_the_run(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=1)
+    (tmp_path / "run/checkpoints/update_000002/model.safetensors").unlink()
+    found = find_resumption(tmp_path / "run", settings)
+    assert found.checkpoint is None and found.passed_over == ("update_000002: model.safetensors is missing",) and found.restore.records
+    run_virtual(ScriptedRun(settings=settings, restore=found.restore, start=found.start).run())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_what_to_do(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=3)
+    for number in (2, 4, 6):
+        flip_a_bit(tmp_path / f"run/checkpoints/update_{number:06d}/model.safetensors")
+    with pytest.raises(ConfigError, match=r"no whole checkpoint: .*update_000006: model\.safetensors is damaged.*headrace run .*config\.toml"):
         find_resumption(tmp_path / "run", settings)
-    (tmp_path / "run/checkpoints/update_000002").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no whole checkpoint: update_000002: run_state\.json is missing"):
-        find_resumption(tmp_path / "run", settings)
+
+
+def test_a_checkpoint_older_than_the_journal_is_gone_on_from_without_what_its_pool_held(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=3)
+    for number in (4, 6):
+        flip_a_bit(tmp_path / f"run/checkpoints/update_{number:06d}/model.safetensors")
+    found = find_resumption(tmp_path / "run", settings)
+    assert found.checkpoint is not None and found.checkpoint.name == "update_000002" and not found.restore.records
+    assert found.next_record == len(recorded[0]) + 1 and len(found.passed_over) == 2
+    run = ScriptedRun(settings=settings, restore=found.restore, start=found.start)
+    run_virtual(run.run())
+    assert run.conductor.restored is not None and run.conductor.restored.num_void > 0
+    assert [line["version"] for line in run.log.named("updated")] == [3, 4, 5, 6]
+
+
+def test_what_a_killed_save_has_left_half_written_goes(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=2)
+    (tmp_path / "run/checkpoints/.update_000006.partial").mkdir()
+    set_aside(tmp_path / "run", find_resumption(tmp_path / "run", settings))
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["update_000002", "update_000004"]
 
 
 def test_a_finished_run_is_refused_until_it_is_given_more_updates(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
