@@ -20,6 +20,7 @@ from headrace.pool.journal import Journal, Record, SourcePlace, StateTaken
 from headrace.pool.pool import ExperiencePool
 from headrace.pool.restoring import Held, RestoredPool, pool_state, restore_pool
 from headrace.roles import EventSink, Learner, TaskSource, TrajectoryRecorder
+from headrace.supervision import blamed_on_learner
 from headrace.types import PolicyVersion, Task
 from headrace.updates import UpdateResult
 
@@ -40,6 +41,8 @@ class Restore:
     """Written down since the state was taken."""
     checkpoints: Sequence[Path] = ()
     """That the run may still go back to, oldest first."""
+    learning_rate_factor: float = 1.0
+    """Of this restore (a rollback)."""
 
 
 class RepeatingSource:
@@ -106,7 +109,8 @@ class Checkpoints:
         path = self._directory / f"update_{version.number:06d}"
         state = None if self._journal is None else self._state(self._journal, pool, source, version)
         limit_seconds = self._settings.limits.save_seconds
-        await self._waits.limited(self._learner.save(path), f"conductor waits for the learner to save {path.name}", limit_seconds)
+        saving = self._waits.limited(self._learner.save(path), f"conductor waits for the learner to save {path.name}", limit_seconds)
+        await blamed_on_learner(saving)
         if state is not None and self._journal is not None:
             await self._waits.limited(
                 self._journal.checkpointed(path.name, state), f"conductor waits for the state of {path.name} to be written", limit_seconds
@@ -135,7 +139,10 @@ class Checkpoints:
 def go_on(restore: Restore, learner: Learner, pool: ExperiencePool, source: RepeatingSource, recorder: TrajectoryRecorder | None) -> RestoredPool:
     """Fills pool, ledger and source; what has to be rolled out at once is with what it returns. Raises CheckpointError or LedgerError."""
     lineage = learner.version.lineage
-    restored = restore_pool(pool, restore.state["pool"], restore.held, restore.records, version=restore.version, lineage=lineage)
+    restored = restore_pool(
+        pool, restore.state["pool"], restore.held, restore.records,
+        version=restore.version, lineage=lineage, learning_rate_factor=restore.learning_rate_factor,
+    )  # fmt: skip
     source.restore(restored)
     if recorder is not None:
         for finished in restored.pooled:

@@ -8,6 +8,7 @@ HeadraceError                     kind, message and what to do; exit code 1
 ├── WorkerLostError               a role's process ended or stopped answering
 ├── NoProgressError               the run cannot go on: every task fails, or no group carries signal
 ├── DivergedError                 updates were refused too often
+│   └── RollBackError             the run should go back to a checkpoint; shown only where it cannot
 ├── CheckpointError               cannot be written or read
 ├── RunDirectoryError             the run's record cannot be written: disk full, rights taken away
 └── InvariantError                a bug in headrace: report it with events.jsonl
@@ -47,6 +48,8 @@ class HeadraceError(Exception):
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        self.learner_lost = False
+        """The learner ended, broke down or did not answer: going back to a checkpoint may cure it."""
 
     @property
     def kind(self) -> str:
@@ -101,6 +104,19 @@ class NoProgressError(HeadraceError):
 
 class DivergedError(HeadraceError):
     pass
+
+
+class RollBackError(DivergedError):
+    """Raised in a conductor's loop, it takes the run back to a checkpoint (restoration.py), inside the same run under a new lineage."""
+
+    def __init__(self, reason: str, *, learning_rate_factor: float = 1.0, newest_update: int | None = None, limit: int = 3) -> None:
+        """The learning rate is multiplied by the factor from then on, whatever else happens to the run. Without `newest_update` the newest
+        whole checkpoint is gone back to; with it the newest of at most that update among the two that the journal serves (the older one
+        where neither is). One rollback more than `limit` in a row, without an update that had not been reached before, ends the run."""
+        super().__init__(reason)
+        self.learning_rate_factor = learning_rate_factor
+        self.newest_update = newest_update
+        self.limit = limit
 
 
 class CheckpointError(HeadraceError):

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -56,6 +57,12 @@ class RunStarted(Event):
     startup_seconds: float = 0.0
 
 
+class ResumeCause(StrEnum):
+    COMMAND = "command"
+    LEARNER_LOST = "learner_lost"
+    ROLL_BACK = "roll_back"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResumed(RunStarted):
     """The run goes on from a checkpoint, under a new lineage; `startup_seconds` are those of this start."""
@@ -72,6 +79,16 @@ class RunResumed(RunStarted):
     """Tasks of which nothing is left, to be offered again."""
     passed_over: list[str]
     """Newer checkpoints that are not whole, and why."""
+    cause: ResumeCause = ResumeCause.COMMAND
+    """Why: `headrace resume`, or within the run."""
+    reason: str = ""
+    """What made the run go back, for people; empty for the command."""
+    undone_updates: int = 0
+    """Updates above the checkpoint that the journal knows of."""
+    seconds: float = 0.0
+    """Since the run stood still; 0 for the command."""
+    learning_rate_factor: float = 1.0
+    """That this rollback multiplies the learning rate by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

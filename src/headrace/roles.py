@@ -254,7 +254,9 @@ class Learner(Protocol):
         """A Hugging Face directory plus optimizer state, whole or absent."""
         ...
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """It is not needed any more: its end is no loss."""
+        ...
 
 
 class WeightReader(Protocol):

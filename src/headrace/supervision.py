@@ -3,6 +3,7 @@
 A loss is a process that ended, broke down or gave no sign of life. Each role may be restarted limits.max_restarts times within
 limits.restart_window_seconds, the first time after BACK_OFF_SECONDS, then after twice as long each time. One loss more ends the run with
 its cause: whatever kills a role that often is no accident. A role that says what is wrong with the recipe or the model is not restarted.
+The learner cannot be replaced by itself: the run goes back to a checkpoint with it (restoration.py).
 """
 
 from __future__ import annotations
@@ -84,6 +85,15 @@ class Supervision:
         await asyncio.sleep(min(MAX_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2 ** (len(self._losses[name]) - 1)))
         await self._restart(name)
         return await take_up()
+
+
+async def blamed_on_learner(work: Awaitable[T]) -> T:
+    """A loss or a time-out in `work` is the learner's."""
+    try:
+        return await work
+    except (WorkerLostError, WaitTimeoutError) as error:
+        error.learner_lost = True
+        raise
 
 
 async def _nothing() -> None:

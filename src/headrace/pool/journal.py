@@ -95,6 +95,8 @@ class Restored:
     """Of the checkpoint."""
     lineage: int
     """From now on."""
+    learning_rate_factor: float = 1.0
+    """What a rollback multiplies the learning rate by, until a checkpoint says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

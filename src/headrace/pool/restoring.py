@@ -89,10 +89,17 @@ def held_rollouts(state: Mapping[str, Any]) -> list[tuple[RolloutKey, int]]:
 
 
 def restore_pool(
-    pool: ExperiencePool, state: Mapping[str, Any], held: Held, records: Iterable[Record], *, version: PolicyVersion, lineage: int
+    pool: ExperiencePool,
+    state: Mapping[str, Any],
+    held: Held,
+    records: Iterable[Record],
+    *,
+    version: PolicyVersion,
+    lineage: int,
+    learning_rate_factor: float = 1.0,
 ) -> RestoredPool:
     """Fills a new pool. `version`: the checkpoint's; `lineage`: of the run from now on; `records`: what was written down since the state was
-    taken, in order. Payloads that `held` lacks are lost: their trajectories are void, too.
+    taken, in order. Payloads that `held` lacks are lost: their trajectories are void, too. `learning_rate_factor`: written down.
 
     Raises CheckpointError when the records do not fit the state, LedgerError when they do not add up.
     """
@@ -109,7 +116,7 @@ def restore_pool(
         ) from error
     restoring.cut(version)
     if pool.journal is not None:  # last: a crash before it finds the cut not made, and makes it again
-        pool.journal.append(Restored(version=version, lineage=lineage))
+        pool.journal.append(Restored(version=version, lineage=lineage, learning_rate_factor=learning_rate_factor))
     pool.observe(learner_version=PolicyVersion(lineage, version.number), sampler_version=PolicyVersion(lineage, version.number))
     pool.ledger.check()
     groups = pool.members.groups.values()
