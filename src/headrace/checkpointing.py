@@ -19,6 +19,7 @@ from headrace.config import Settings
 from headrace.pool.journal import Journal, Record, SourcePlace, StateTaken
 from headrace.pool.pool import ExperiencePool
 from headrace.pool.restoring import Held, RestoredPool, pool_state, restore_pool
+from headrace.retention import Retention
 from headrace.roles import EventSink, Learner, TaskSource, TrajectoryRecorder
 from headrace.supervision import blamed_on_learner
 from headrace.types import PolicyVersion, Task
@@ -85,8 +86,8 @@ class Checkpoints:
         """Without a directory nothing is saved."""
         self._settings, self._learner, self._events, self._waits = settings, learner, events, waits
         self._directory, self._journal = directory, journal
-        self._kept: list[Path] = [] if restore is None else list(restore.checkpoints)
-        self.last: Path | None = self._kept[-1] if self._kept else None
+        self.retention = Retention(settings) if restore is None else Retention(settings, restore.checkpoints, restore.state.get("retention"))
+        self.last: Path | None = self.retention.kept[-1] if self.retention.kept else None
         self._saved_seconds = now()
         self._cost_seconds = 0.0
 
@@ -107,7 +108,8 @@ class Checkpoints:
             return
         started, version = now(), self._learner.version
         path = self._directory / f"update_{version.number:06d}"
-        state = None if self._journal is None else self._state(self._journal, pool, source, version)
+        retention = self.retention.state(version.number)
+        state = None if self._journal is None else {**self._state(self._journal, pool, source, version), "retention": retention}
         limit_seconds = self._settings.limits.save_seconds
         saving = self._waits.limited(self._learner.save(path), f"conductor waits for the learner to save {path.name}", limit_seconds)
         await blamed_on_learner(saving)
@@ -116,9 +118,12 @@ class Checkpoints:
                 self._journal.checkpointed(path.name, state), f"conductor waits for the state of {path.name} to be written", limit_seconds
             )
         self.last = path
-        await self._keep_newest(path)
+        for gone in self.retention.saved(path):
+            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
         self._saved_seconds, self._cost_seconds = now(), now() - started
-        self._events.emit(ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=self._cost_seconds))
+        best = None if self.retention.best is None else self.retention.best.name
+        saved = ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=self._cost_seconds, best=best)
+        self._events.emit(saved)
 
     async def written_down(self) -> None:
         """Everything that happened so far would survive this process."""
@@ -128,12 +133,6 @@ class Checkpoints:
     def _state(self, journal: Journal, pool: ExperiencePool, source: RepeatingSource, version: PolicyVersion) -> dict[str, Any]:
         mark = journal.append(StateTaken(version=version))
         return {"version": list(version), "mark": mark, "pool": pool_state(pool, source.to_come(pool.place))}
-
-    async def _keep_newest(self, path: Path) -> None:
-        """Removes checkpoints beyond checkpoint.keep, oldest first."""
-        self._kept = [*(other for other in self._kept if other != path), path]
-        while len(self._kept) > self._settings.checkpoint.keep:
-            await asyncio.to_thread(shutil.rmtree, self._kept.pop(0), ignore_errors=True)
 
 
 def go_on(restore: Restore, learner: Learner, pool: ExperiencePool, source: RepeatingSource, recorder: TrajectoryRecorder | None) -> RestoredPool:

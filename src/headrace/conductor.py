@@ -274,7 +274,9 @@ class Conductor:
             ),
         )
         self.pool.ledger.add_evaluation([finished.summary for finished in result.finished])
-        self.events.emit(evaluated(self.settings, result, now() - started))
+        line = evaluated(self.settings, result, now() - started)
+        self.checkpoints.retention.evaluated(version.number, line.mean)
+        self.events.emit(line)
 
     async def _after_update(self, result: UpdateResult) -> None:
         if self.checkpoints.due(result):
@@ -300,7 +302,9 @@ class Conductor:
 
     def _note_update(self, selection: Selection, result: UpdateResult, **seconds: float) -> None:
         version = result.version_after
-        self.events.emit(ev.Updated.of(selection, result, reward_mean=self.pool.reward_mean(selection), **seconds))
+        reward_mean = self.pool.reward_mean(selection)
+        self.checkpoints.retention.updated(reward_mean)
+        self.events.emit(ev.Updated.of(selection, result, reward_mean=reward_mean, **seconds))
         self.pool.ledger.check()
         self.events.emit(ev.LedgerClosed(ledger=self.pool.ledger.snapshot(at_update=version.number, lineage=version.lineage)))
         self._setbacks.updated(result)

@@ -315,7 +315,7 @@ class CheckpointSettings(Section):
     every_seconds: float = Field(
         120.0, description="Time between checkpoints, stretched where saving would cost the learner over 2 % of its time; 0: by updates only.", ge=0
     )
-    keep: int = Field(2, description="Newest checkpoints kept.", ge=1)
+    keep: int = Field(2, description="Newest checkpoints kept; the best one (by evaluation, else by training reward) stays besides.", ge=1)
 
 
 class LimitSettings(Section):

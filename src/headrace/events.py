@@ -363,6 +363,8 @@ class CheckpointSaved(Event):
     lineage: int
     path: str
     seconds: float
+    best: str | None = None
+    """Directory name of the best one that is there; None while nothing is known of any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
