@@ -112,6 +112,12 @@ class LossScale(StrEnum):
     CONSTANT = "constant"
 
 
+class OnFailure(StrEnum):
+    STOP = "stop"
+    SKIP = "skip"
+    ROLL_BACK = "roll_back"
+
+
 class RunSettings(Section):
     name: str = Field("run", description="Name of the run; the run directory is runs/NAME-TIME.", min_length=1)
     mode: Mode = Field(Mode.ASYNC, description="sync: sample a batch with the newest weights, learn, repeat. async: samplers and learner run at once.")
@@ -291,7 +297,7 @@ class LearnerSettings(Section):
     num_minibatches: int = Field(1, description="Updates a batch, each on a part of it.", ge=1)
     num_epochs: int = Field(1, description="Passes over a batch.", ge=1)
     micro_batch_tokens: int = Field(8192, description="Tokens, padding included, of one forward and backward.", ge=16)
-    max_refused_updates: int = Field(5, description="Refused (non-finite) updates in a row that end the run.", ge=1)
+    max_refused_updates: int = Field(5, description="Refused updates in a row that count as failure: see governor.on_failure.", ge=1)
 
     @property
     def compares_whole_trajectories(self) -> bool:
@@ -316,6 +322,42 @@ class CheckpointSettings(Section):
         120.0, description="Time between checkpoints, stretched where saving would cost the learner over 2 % of its time; 0: by updates only.", ge=0
     )
     keep: int = Field(2, description="Newest checkpoints kept; the best one (by evaluation, else by training reward) stays besides.", ge=1)
+
+
+class GovernorSettings(Section):
+    """What is done when updates do harm. docs/governor.md says how it works and what it was shown to do."""
+
+    explosion_factor: float = Field(
+        300.0,
+        description="Updates are refused whose gradient norm is over so many times its running median (and over max_gradient_norm), or whose "
+        "KL(sampler || learner) is over 1 nat a token and 10 times its running median. 0: only those that are not finite.",
+        ge=0,
+    )
+    adapt_staleness: bool = Field(
+        False,
+        description="Lower the staleness bound in effect while updates miss the targets below; raise it again, up to pool.max_staleness, when there is room.",
+    )
+    target_sample_size: float = Field(
+        0.5, description="Effective sample size of an update, as a fraction of its tokens, under which the bound is tightened.", ge=0, le=1
+    )
+    target_kl: float = Field(0.1, description="KL(sampler || learner) of an update, nats a token, over which the bound is tightened.", gt=0)
+    patience_updates: int = Field(
+        3, description="Updates in a row that miss a target before the bound is tightened; four times as many good ones loosen it.", ge=1
+    )
+    collapse_sample_size: float = Field(0.1, description="Effective sample size under which an update counts as collapsed.", ge=0, le=1)
+    collapse_kl: float = Field(1.0, description="KL(sampler || learner), nats a token, over which an update counts as collapsed.", gt=0)
+    collapse_updates: int = Field(10, description="Collapsed updates in a row that count as failure.", ge=1)
+    reward_drop: float | None = Field(
+        None,
+        description="Share of the gain in reward so far whose loss, as a mean over collapse_updates batches, counts as failure; none: reward is not judged.",
+        gt=0,
+        le=1,
+    )
+    on_failure: OnFailure = Field(
+        OnFailure.STOP, description="stop: the run ends with the cause. skip: it goes on. roll_back: from the last good checkpoint with a lower learning rate."
+    )
+    learning_rate_factor: float = Field(0.5, description="The learning rate is multiplied by it at each roll-back.", gt=0, le=1)
+    max_roll_backs: int = Field(3, description="Roll-backs of a run; one failure more ends it.", ge=1)
 
 
 class LimitSettings(Section):
@@ -345,6 +387,7 @@ class Settings(Section):
     learner: LearnerSettings = Field(LearnerSettings(), description="Loss and optimizer.")
     evaluation: EvaluationSettings = Field(EvaluationSettings(), description="Evaluations.")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="Checkpoints.")
+    governor: GovernorSettings = Field(GovernorSettings(), description="What is done when updates do harm.")
     limits: LimitSettings = Field(LimitSettings(), description="Longest waits; each error names who did not answer.")
 
     @property

@@ -25,6 +25,7 @@ from headrace.errors import InvariantError, ModelError
 from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, coefficients, deal_rows, micro_batches, split_minibatches, weigh
 from headrace.learner.checkpoints import load_checkpoint, load_tokenizer, save_checkpoint
 from headrace.learner.forward import Scores, SelectiveForward
+from headrace.learner.guard import Guard
 from headrace.learner.lora import Adapters, ReferenceForward
 from headrace.learner.objective import Objective, evaluate_objective
 from headrace.learner.ranks import FlatGradients, init_ranks, reduce_sum, shutdown_ranks
@@ -131,6 +132,7 @@ class LearnerRank:
         self._reference = self._make_reference(str(model_path)) if settings.learner.kl_coefficient > 0 else None
         trained = list(self.model.parameters()) if self._adapters is None else self._adapters.parameters()
         self._gradients = FlatGradients(trained)
+        self._guard = Guard(explosion_factor=settings.governor.explosion_factor, max_gradient_norm=settings.learner.max_gradient_norm)
         self._optimizer = torch.optim.AdamW(
             trained,
             lr=settings.learner.learning_rate,
@@ -140,6 +142,8 @@ class LearnerRank:
         )
         self._version = PolicyVersion(0, 0)
         self._ancestry = {0: 0}
+        self.learning_rate_factor = 1.0
+        """What rollbacks have multiplied the learning rate by."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -149,8 +153,8 @@ class LearnerRank:
     def learn(self, selection: Selection) -> UpdateResult:
         """num_epochs x num_minibatches updates, each raising the version by 1. Collective over ranks.
 
-        A non-finite gradient refuses that update: weights, optimizer and version stay, `refused` says why, the next minibatch is
-        tried. Raises InvariantError or StaleTokenError before anything is changed by the update concerned.
+        An update that is not finite or explodes (guard.py) is refused: weights, optimizer and version stay, `refused` says why, the next
+        minibatch is tried. Raises InvariantError or StaleTokenError before anything is changed by the update concerned.
         """
         started = perf_counter()
         before = self._version
@@ -193,8 +197,9 @@ class LearnerRank:
         """Writes a checkpoint, whole or absent (checkpoints.py). All ranks hold the same: rank 0 writes, the others return at once."""
         if self._rank == 0:
             save_checkpoint(
-                Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings, adapters=self._adapters
-            )
+                Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings,
+                adapters=self._adapters, learning_rate_factor=self.learning_rate_factor,
+            )  # fmt: skip
 
     def begin_again(self, lineage: int) -> None:
         """The weights that it was made with are update 0 of a new lineage: a run goes on that had saved nothing. Every rank does so."""
@@ -209,6 +214,7 @@ class LearnerRank:
         state = load_checkpoint(Path(directory), self.model, self._optimizer, adapters=self._adapters)
         self._version = PolicyVersion(state.version.lineage + 1 if lineage is None else lineage, state.version.number)
         self._ancestry = {**state.ancestry, self._version.lineage: self._version.number}
+        self.learning_rate_factor = state.learning_rate_factor
 
     def _unpack(self, selection: Selection) -> Batch:
         settings = self._settings
@@ -254,9 +260,10 @@ class LearnerRank:
         reduce_sum(self._gradients.flat, self._world_size)
         with record.busy():
             norm = self._gradients.norm() / self._loss_factor
-            if not math.isfinite(norm):
+            reason = self._guard.refusal(norm, record.kl(update) if self._guard.on else 0.0)
+            if reason is not None:
                 record.refuse(update, weighing, part_A)
-                return f"update from version {self._version}: the gradient is not finite (norm {norm})"
+                return f"update from version {self._version}: {reason}"
             rate = self._step(norm, staleness=float(weighing.staleness_A[trained_A].mean()))
         record.commit(update, weighing, gradient_norm=norm, learning_rate=rate)
         self._version = PolicyVersion(self._version.lineage, number + 1)
@@ -300,7 +307,7 @@ class LearnerRank:
         scale = min(self._settings.learner.max_gradient_norm / (norm + 1e-6), 1.0) / self._loss_factor
         if scale != 1.0:
             self._gradients.flat.mul_(scale)
-        rate = learning_rate(self._settings, self._version.number) / (1 + self._settings.learner.staleness_slope * staleness)
+        rate = self.learning_rate_factor * learning_rate(self._settings, self._version.number) / (1 + self._settings.learner.staleness_slope * staleness)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()

@@ -108,6 +108,11 @@ class SelectionRecord:
         zeros = torch.zeros(len(Sums._fields), dtype=kind, device=self._device)
         return UpdateRecord(sums=zeros, ratio_max=torch.zeros((), dtype=kind, device=self._device))
 
+    def kl(self, update: UpdateRecord) -> float:
+        """KL(sampler || learner) of an update before it is made, nats a token; 0 without tokens in the loss. Collective."""
+        kept, kl = reduce_sum(update.sums[[2, 4]], self._world_size).tolist()
+        return kl / kept if kept else 0.0
+
     def commit(self, update: UpdateRecord, weighing: Weighing, *, gradient_norm: float, learning_rate: float) -> None:
         """The update was made."""
         self._sums += update.sums.cpu()

@@ -30,6 +30,7 @@ from headrace.errors import CheckpointError, InvariantError, ModelError, StaleTo
 from headrace.learner import batch as batch_module
 from headrace.learner.core import LearnerRank, learning_rate
 from headrace.learner.forward import SelectiveForward
+from headrace.learner.guard import LEAST
 from headrace.types import EndReason, PolicyVersion, RolloutKey
 from headrace.updates import UpdateResult, WeightUpdate
 
@@ -358,6 +359,35 @@ def test_a_non_finite_gradient_changes_nothing_and_the_next_update_goes_on(model
     rank.learn(make_selection(trajectories, version=1))
     untouched.learn(make_selection(trajectories, version=1))
     assert same(weights(rank), weights(untouched))  # so the optimizer had not moved either
+
+
+def test_an_exploding_gradient_changes_nothing_although_it_would_have_been_scaled_down(model_path: Path) -> None:
+    trajectories = mixed_trajectories(4)
+    rank = make_rank(model_path, learning_rate=1e-6)
+    for number in range(LEAST):
+        assert rank.learn(make_selection(trajectories, version=number, max_staleness=LEAST)).refused is None
+    before = weights(rank)
+    hooks = [parameter.register_hook(lambda gradient: gradient * 1e6) for parameter in rank.model.parameters()]
+    result = rank.learn(make_selection(trajectories, version=LEAST, max_staleness=LEAST))
+    for hook in hooks:
+        hook.remove()
+    assert result.refused is not None and "the gradient explodes" in result.refused and result.statistics is None
+    assert rank.version == PolicyVersion(0, LEAST) and same(before, weights(rank))
+    assert rank.learn(make_selection(trajectories, version=LEAST, max_staleness=LEAST)).refused is None
+
+
+def test_data_that_the_policy_has_left_behind_is_refused_before_the_step(model_path: Path) -> None:
+    trajectories = mixed_trajectories(4)
+    usual = [with_logprobs(one, [-math.log(VOCABULARY)] * one.num_action_tokens) for one in trajectories]  # about what a model from scratch gives
+    far = [with_logprobs(one, [0.0] * one.num_action_tokens) for one in trajectories]
+    for factor, refuses in ((300.0, True), (0.0, False)):
+        rank = LearnerRank(model_path, make_settings(learner={"learning_rate": 1e-6}, governor={"explosion_factor": factor}), device="cpu")
+        for number in range(LEAST):
+            assert rank.learn(make_selection(usual, version=number, max_staleness=LEAST)).refused is None
+        before = weights(rank)
+        result = rank.learn(make_selection(far, version=LEAST, max_staleness=LEAST))
+        assert (result.refused is not None and "moved away from its data (KL(sampler || learner)" in result.refused) is refuses
+        assert same(before, weights(rank)) is refuses
 
 
 def test_one_refused_minibatch_leaves_the_others(model_path: Path) -> None:
