@@ -43,7 +43,7 @@ class Restore:
     checkpoints: Sequence[Path] = ()
     """That the run may still go back to, oldest first."""
     learning_rate_factor: float = 1.0
-    """Of this restore (a rollback)."""
+    """What rollbacks have multiplied the learning rate by."""
 
 
 class RepeatingSource:

@@ -88,7 +88,7 @@ class RunResumed(RunStarted):
     seconds: float = 0.0
     """Since the run stood still; 0 for the command."""
     learning_rate_factor: float = 1.0
-    """That this rollback multiplies the learning rate by."""
+    """What rollbacks have multiplied the learning rate by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from headrace.recipe import RecipeCode
 from headrace.rollout.evaluation import EvaluatorCore
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.runtime import local
+from headrace.runtime.local_roles import LocalRoles
 
 RECIPE = """
 [run]
@@ -167,8 +168,12 @@ def assert_whole(run_directory: Path, ended: Ended) -> None:
     assert (events[-1]["error"] or {}).get("message") == ended.error.get("message")
 
 
+async def nothing_prepared(*arguments: Any) -> None:
+    pass
+
+
 @contextlib.asynccontextmanager
-async def scripted_roles(settings: Settings, code: RecipeCode, progress: Any, evaluate: bool, resumption: Any = None) -> AsyncIterator[Any]:
+async def scripted_roles(settings: Settings, code: RecipeCode, prepared: Any, **options: Any) -> AsyncIterator[Any]:
     """Stands where runtime/local starts processes: real worker and evaluator over scripted samplers and learner."""
     weights = ScriptedWeights()
 
@@ -184,7 +189,7 @@ async def scripted_roles(settings: Settings, code: RecipeCode, progress: Any, ev
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(worker.run()), group.create_task(evaluator.run())]
             try:
-                yield local._LocalRoles(
+                yield LocalRoles(
                     workers=[worker],  # type: ignore[list-item]
                     learner=learner,  # type: ignore[arg-type]
                     evaluator=evaluator,  # type: ignore[arg-type]
@@ -221,5 +226,6 @@ class SavingLearner(ScriptedLearner):
 @pytest.fixture
 def scripted_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local, "_roles", scripted_roles)
+    monkeypatch.setattr(local, "prepare", nothing_prepared)
+    monkeypatch.setattr(local, "local_roles", scripted_roles)
     return lambda: None

@@ -41,6 +41,8 @@ class LearnerState:
     ancestry: dict[int, int]
     """lineage -> number of the version it started from."""
     settings: dict[str, Any]
+    learning_rate_factor: float
+    """What rollbacks had multiplied the learning rate by."""
 
 
 def save_checkpoint(
@@ -53,6 +55,7 @@ def save_checkpoint(
     settings: Settings,
     *,
     adapters: Adapters | None = None,
+    learning_rate_factor: float = 1.0,
 ) -> None:
     """Writes the directory, replacing one of that name. Raises CheckpointError; then the old one, if any, is still there."""
     partial = directory.parent / f".{directory.name}.partial"
@@ -68,7 +71,10 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         save_file(_moments(model, optimizer), partial / OPTIMIZER_FILE)
-        learner = {"schema": SCHEMA, "version": list(version), "ancestry": sorted(ancestry.items()), "settings": settings.model_dump(mode="json")}
+        learner = {
+            "schema": SCHEMA, "version": list(version), "ancestry": sorted(ancestry.items()), "learning_rate_factor": learning_rate_factor,
+            "settings": settings.model_dump(mode="json"),
+        }  # fmt: skip
         (partial / LEARNER_FILE).write_text(json.dumps(learner, indent=1), encoding="utf-8")
         write_manifest(partial)
         for path in [*partial.rglob("*"), partial]:
@@ -121,6 +127,7 @@ def _read_state(directory: Path) -> LearnerState:
         version=PolicyVersion(*learner["version"]),
         ancestry={int(lineage): int(number) for lineage, number in learner["ancestry"]},
         settings=learner["settings"],
+        learning_rate_factor=float(learner.get("learning_rate_factor", 1.0)),
     )
 
 

@@ -96,7 +96,7 @@ class Restored:
     lineage: int
     """From now on."""
     learning_rate_factor: float = 1.0
-    """What a rollback multiplies the learning rate by, until a checkpoint says it."""
+    """What rollbacks have multiplied the learning rate by, this one included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

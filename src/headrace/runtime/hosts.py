@@ -48,11 +48,11 @@ def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, c
 
 
 def host_learner(
-    end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Path | None, int] | None = None
+    end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Path | None, int, float] | None = None
 ) -> None:
     """One learner rank: answers (method, arguments) with the method's result, one at a time.
 
-    `restored`: checkpoint (None: the weights it starts with) and lineage to go on from.
+    `restored`: checkpoint (None: the weights it starts with) and lineage to go on from, and what the learning rate is multiplied by.
     """
     from headrace.learner.core import LearnerRank, init_ranks, shutdown_ranks
     from headrace.weights.shared_memory import SharedMemoryWriter
@@ -63,11 +63,12 @@ def host_learner(
     try:
         learner = LearnerRank(str(model), settings, rank=rank, world_size=world_size, writer=SharedMemoryWriter(channel) if rank == 0 else None)
         if restored is not None:
-            checkpoint, lineage = restored
+            checkpoint, lineage, factor = restored
             if checkpoint is None:
                 learner.begin_again(lineage)
             else:
                 learner.load(checkpoint, lineage=lineage)
+            learner.learning_rate_factor = factor
         wire.send(Hello(facts={"version": learner.version}))
         while True:
             method, arguments = wire.receive()

@@ -70,7 +70,7 @@ class RunJournal:
 
         Raises RunDirectoryError when the file cannot be written.
         """
-        self._next, self._keeps_records = first, keeps_records
+        self._next, self.keeps_records = first, keeps_records
         self._queue: queue.SimpleQueue[tuple[int, Record] | _Order | None] = queue.SimpleQueue()
         self._writer = _Writer(directory / FILE, checkpoints, states, keeps_records=keeps_records, before=first - 1)
         self._thread = threading.Thread(target=self._writer.run, args=(self._queue,), name="journal", daemon=True)
@@ -81,7 +81,7 @@ class RunJournal:
             raise self._writer.failure
         number = self._next
         self._next += 1
-        if self._keeps_records:
+        if self.keeps_records:
             self._queue.put((number, record))
         return number
 
@@ -248,8 +248,8 @@ class JournalRead:
     """Since it was taken, in order."""
     highest: int
     """Number of any record."""
-    lineages: Sequence[int]
-    """That earlier restores began."""
+    restores: Sequence[Restored]
+    """That there have been, as far as it is remembered."""
     reaches_back: bool
     """False: records since the state are gone, all of them are left out."""
 
@@ -258,7 +258,7 @@ def read_journal(path: Path, state: Mapping[str, Any]) -> JournalRead:
     """A file that is not there holds nothing. Raises CheckpointError when it is damaged."""
     mark = int(state["mark"])
     if not path.exists():
-        return JournalRead(held={}, records=[], highest=mark, lineages=[], reaches_back=mark == 0)
+        return JournalRead(held={}, records=[], highest=mark, restores=[], reaches_back=mark == 0)
     try:
         connection = sqlite3.connect(path)
         try:
@@ -283,7 +283,7 @@ def read_journal(path: Path, state: Mapping[str, Any]) -> JournalRead:
         held=held,
         records=[record for _, record in sorted(since, key=lambda one: one[0])],
         highest=max(mark, *highest),
-        lineages=[record.lineage for record in restored if isinstance(record, Restored)],
+        restores=[record for record in restored if isinstance(record, Restored)],
         reaches_back=reaches_back,
     )
 

@@ -20,7 +20,7 @@ from headrace.errors import HeadraceError, WaitTimeoutError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.recipe import RecipeCode
 from headrace.roles import EvaluationResult
-from headrace.runtime import hosts, local
+from headrace.runtime import hosts, local, local_roles
 from headrace.runtime.preflight import read_recipe
 from headrace.runtime.processes import Failed, Hello, RoleProcess, refuse_start_while_importing
 from headrace.runtime.wire import AsyncWire
@@ -48,7 +48,7 @@ async def evaluate_checkpoints(
     process = RoleProcess("evaluator", host_checkpoints, (settings, code, tasks), core=None)
     found: list[ev.Evaluated] = []
     try:
-        await local._limited_hello(process, settings)
+        await local_roles.limited_hello(process, settings)
         for index, (number, directory) in enumerate(checkpoints):
             progress(f"evaluating update {number}", index / len(checkpoints))
             await process.send((number, directory))
@@ -63,8 +63,7 @@ async def start_model(resolved: ResolvedSettings, *, progress: local.StartupProg
     """The directory of the model that training starts from; made and cached when it has to be (warm start)."""
     refuse_start_while_importing()
     settings = resolved.anchored()
-    directory, *_ = await local._prepare(settings, RecipeCode(resolved.task_module, settings.task.options), progress)
-    return directory
+    return (await local_roles.prepare(settings, RecipeCode(resolved.task_module, settings.task.options), progress)).model
 
 
 async def _answer(process: RoleProcess, number: int, settings: Settings) -> ev.Evaluated:

@@ -107,8 +107,9 @@ def end_forkserver() -> None:
 class RoleProcess:
     """The conductor's side of one child, which `hello` starts."""
 
-    def __init__(self, name: str, main: Callable[..., None], arguments: tuple[Any, ...], *, core: int | None) -> None:
+    def __init__(self, name: str, main: Callable[..., None], arguments: tuple[Any, ...], *, core: int | None, is_learner: bool = False) -> None:
         self.name = name
+        self._is_learner = is_learner
         self._socket, self._theirs = socket.socketpair()
         self._process = context().Process(target=_child, args=(name, self._theirs, core, main, arguments), name=name, daemon=False)
         self._may_end = False
@@ -139,6 +140,7 @@ class RoleProcess:
         finally:
             self._receiving = False
         if isinstance(message, Failed):
+            message.error.learner_lost = self._is_learner and isinstance(message.error, WorkerLostError)
             raise message.error
         return message
 
@@ -209,7 +211,9 @@ class RoleProcess:
                 await self._ended()
         code = self._process.exitcode
         how = "closed its connection" if code is None else f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return WorkerLostError(f"Process {self.name} {how} in the middle of the run.", remedy="See its last lines on stderr; 'headrace doctor' checks memory.")
+        error = WorkerLostError(f"Process {self.name} {how} in the middle of the run.", remedy="See its last lines on stderr; 'headrace doctor' checks memory.")
+        error.learner_lost = self._is_learner
+        return error
 
     async def _ended(self) -> None:
         """Returns when the process is gone. Several may wait: each on a descriptor of its own."""

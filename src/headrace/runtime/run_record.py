@@ -45,6 +45,12 @@ class RunRecord:
         self.journal = journal
         return journal
 
+    def begin_again(self) -> None:
+        """The run goes back to a checkpoint by itself: everything so far is written down, and what lay in the pool will be told again."""
+        if self.journal is not None:
+            self.journal.close()
+        self.store.begin_again()
+
     def end(self, status: str, error: dict[str, Any] | None) -> None:
         """The last lines; a run that never began leaves nothing, one that did not go on what it had."""
         if self.journal is not None:

@@ -113,6 +113,11 @@ class TrajectoryStore:
         if with_learner or self._record is RecordTrajectories.ALL:
             self._put(_Row(payload, reason, self._learned if with_learner else None))
 
+    def begin_again(self) -> None:
+        """The run goes on from a checkpoint: what its pool holds comes again."""
+        self._pool.clear()
+        self._learned = None
+
     def close(self) -> None:
         """Blocks until everything is on disk. A second call does nothing."""
         if self._thread is not None:
