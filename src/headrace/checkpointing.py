@@ -102,14 +102,14 @@ class Checkpoints:
         seconds = self._settings.checkpoint.every_seconds
         return bool(seconds) and now() - self._saved_seconds >= max(seconds, self._cost_seconds / LEARNER_SHARE)
 
-    async def save(self, pool: ExperiencePool, source: RepeatingSource) -> None:
-        """While no batch is out. The learner waits meanwhile, samplers do not."""
+    async def save(self, pool: ExperiencePool, source: RepeatingSource, governor: Mapping[str, Any]) -> None:
+        """While no batch is out. The learner waits meanwhile, samplers do not. `governor`: what it wants back after a restore."""
         if self._directory is None:
             return
         started, version = now(), self._learner.version
         path = self._directory / f"update_{version.number:06d}"
         retention = self.retention.state(version.number)
-        state = None if self._journal is None else {**self._state(self._journal, pool, source, version), "retention": retention}
+        state = None if self._journal is None else {**self._state(self._journal, pool, source, version), "retention": retention, "governor": governor}
         limit_seconds = self._settings.limits.save_seconds
         saving = self._waits.limited(self._learner.save(path), f"conductor waits for the learner to save {path.name}", limit_seconds)
         await blamed_on_learner(saving)

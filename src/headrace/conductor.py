@@ -33,6 +33,7 @@ from headrace.clock import Waits, now
 from headrace.config import Settings, Verify
 from headrace.errors import HeadraceError, WaitTimeoutError, WorkerLostError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
+from headrace.governor import Governor
 from headrace.pool.group import lost_rollout
 from headrace.pool.journal import Journal
 from headrace.pool.pool import ExperiencePool
@@ -96,6 +97,7 @@ class Conductor:
         self._changed = asyncio.Condition()
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
         self._setbacks = Setbacks(settings)
+        self.governor = Governor(settings, self.pool, events, restore=restore)
         self._levels_due = 0.0
 
     async def run(self) -> None:
@@ -121,7 +123,7 @@ class Conductor:
                     await state.worker.stop()
         except BaseExceptionGroup as group_error:
             raise first_error(group_error) from group_error
-        await self.checkpoints.save(self.pool, self.source)
+        await self.checkpoints.save(self.pool, self.source, self.governor.saved())
         await self._evaluate(self.learner.version)
 
     # --- the loops ---------------------------------------------------------------------------------------------------------
@@ -169,6 +171,7 @@ class Conductor:
             self.events.emit(ev.SelectionTaken.of(selection, wait_seconds=now() - started))
             if not selection.members:
                 self.pool.retire(selection, None)
+                self.governor.empty(selection.learner_version, self.pool.reward_mean(selection))
                 self._setbacks.empty(self.pool.reward_mean(selection))
                 continue
             await self.checkpoints.written_down()
@@ -177,7 +180,7 @@ class Conductor:
             learned = now()
             if result.version_after > result.version_before:
                 version = await self._publish()
-                if self.settings.waits_for_acknowledgements:
+                if self.pool.waits_for_acknowledgements:
                     await self._wait_applied(version)
             if self.recorder is not None:
                 self.recorder.learned(selection, result)
@@ -279,8 +282,8 @@ class Conductor:
         self.events.emit(line)
 
     async def _after_update(self, result: UpdateResult) -> None:
-        if self.checkpoints.due(result):
-            await self.checkpoints.save(self.pool, self.source)
+        if self.checkpoints.due(result) and self.governor.lets_save(result.version_after):
+            await self.checkpoints.save(self.pool, self.source, self.governor.saved())
         before, after = result.version_before.number, result.version_after.number
         every = self.settings.evaluation.every_updates
         if every and before // every != after // every and after < self.settings.run.num_updates and self._due.empty():
@@ -307,7 +310,8 @@ class Conductor:
         self.events.emit(ev.Updated.of(selection, result, reward_mean=reward_mean, **seconds))
         self.pool.ledger.check()
         self.events.emit(ev.LedgerClosed(ledger=self.pool.ledger.snapshot(at_update=version.number, lineage=version.lineage)))
-        self._setbacks.updated(result)
+        self._setbacks.updated()
+        self.governor.updated(result, reward_mean)
 
     # --- small things ------------------------------------------------------------------------------------------------------
 

@@ -335,6 +335,23 @@ class Paced(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Governed(Event):
+    """What the governor did, and why (docs/governor.md)."""
+
+    name: ClassVar[str] = "governed"
+    action: str
+    """tightened | loosened | refused | held_back | failed"""
+    reason: str
+    version: int
+    lineage: int
+    max_staleness: int
+    """In effect from now on."""
+    effective_sample_size: float | None = None
+    """Of the update that decided; None where none was made."""
+    kl_sampler_learner: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerClosed(Event):
     name: ClassVar[str] = "ledger"
     ledger: dict[str, Any]

@@ -1,11 +1,10 @@
-"""What goes wrong again and again: failed rollouts, batches without signal, refused updates. Too many in a row end the run."""
+"""What goes wrong again and again: failed rollouts, batches without signal. Too many in a row end the run. (Refused updates: governor.py.)"""
 
 from __future__ import annotations
 
 from headrace.config import Settings
-from headrace.errors import DivergedError, NoProgressError
+from headrace.errors import NoProgressError
 from headrace.types import TrajectorySummary
-from headrace.updates import UpdateResult
 
 _FAILED_GROUPS = 4
 """Failures in a row end a run only when they come from so many groups: one bad task with a large group must not (case 4)."""
@@ -19,7 +18,6 @@ class Setbacks:
         self._failed_in_a_row = 0
         self._failed_groups: set[int] = set()
         self._empty_in_a_row = 0
-        self._refused_in_a_row = 0
 
     def came_back(self, summary: TrajectorySummary) -> None:
         """Raises NoProgressError after run.max_failed_rollouts_in_a_row."""
@@ -44,12 +42,6 @@ class Setbacks:
                 remedy="The policy has solved the tasks or never solves one: change the tasks, rollout.temperature or rollout.group_size.",
             )
 
-    def updated(self, result: UpdateResult) -> None:
-        """Raises DivergedError after learner.max_refused_updates."""
+    def updated(self) -> None:
+        """A batch had signal."""
         self._empty_in_a_row = 0
-        self._refused_in_a_row = self._refused_in_a_row + 1 if result.version_after == result.version_before else 0
-        if self._refused_in_a_row >= self._settings.learner.max_refused_updates:
-            raise DivergedError(
-                f"{self._refused_in_a_row} updates in a row were refused: {result.refused}",
-                remedy="Lower learner.learning_rate or pool.max_staleness, or start from an earlier checkpoint.",
-            )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.config import Settings
 from headrace.types import PolicyVersion, RolloutKey
@@ -28,7 +30,10 @@ class ScriptedLearner:
         publish_seconds: float = 0.0,
         refuse: Callable[[int], bool] = lambda selection_id: False,
         version: PolicyVersion = START,
+        measured: Callable[[Selection], Mapping[str, Any]] = lambda selection: {},
     ) -> None:
+        """`measured`: statistics of an update, those that are not as of healthy ones."""
+        self.measured = measured
         self.settings, self.on_publish, self.refuse = settings, on_publish, refuse
         self.learn_seconds, self.publish_seconds = learn_seconds, publish_seconds
         self.selections: list[Selection] = []
@@ -104,9 +109,10 @@ class ScriptedLearner:
 
     def _statistics(self, selection: Selection) -> UpdateStatistics:
         ages = [selection.learner_version.number - count.version.number for member in selection.members for count in member.summary.versions]
-        return UpdateStatistics(
+        healthy = UpdateStatistics(
             loss=0.0, gradient_norm=0.0, learning_rate=0.0, entropy=0.0, kl_sampler_learner=0.0, ratio_mean=1.0, ratio_variance=0.0, ratio_max=1.0,
             effective_sample_size=1.0, clipped_fraction=0.0, masked_fraction=0.0, staleness_mean=sum(ages) / max(1, len(ages)),
             staleness_max=max(ages, default=0), staleness_histogram={age: ages.count(age) for age in sorted(set(ages))}, key_staleness_mean=None,
             key_staleness_max=None, trained_tokens=len(ages), trained_trajectories=len(selection.members), padded_tokens=len(ages),
         )  # fmt: skip
+        return replace(healthy, **self.measured(selection))

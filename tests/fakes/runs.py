@@ -27,6 +27,7 @@ from headrace.config import Settings
 from headrace.events import EventLog
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SampleRequest, SamplingParameters, Task, VerifyRequest
+from headrace.updates import Selection
 
 
 class CycledTasks:
@@ -97,6 +98,7 @@ class ScriptedRun:
     max_running: int = 64
     applies: bool = True
     refuse: Callable[[int], bool] = lambda selection_id: False
+    measured: Callable[[Selection], Mapping[str, Any]] = lambda selection: {}
     fail: Callable[[SampleRequest], int | None] = lambda request: None
     reject: Callable[[VerifyRequest], int | None] = lambda request: None
     evaluator: Any = None
@@ -143,6 +145,7 @@ class ScriptedRun:
             learn_seconds=self.learn_seconds,
             publish_seconds=self.publish_seconds,
             refuse=self.refuse,
+            measured=self.measured,
             version=self.start,
         )
         self.conductor = Conductor(

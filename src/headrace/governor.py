@@ -1,0 +1,263 @@
+"""Keeps a run from harming itself: judges every update, lowers and raises the staleness bound, and says when the run has failed.
+
+    updated, empty   takes: what became of a batch, its mean reward     gives: a bound to the pool, events
+                     raises: DivergedError or RollBackError on failure
+
+Three judgements, each pure and alone:
+
+* `StalenessLoop`: the effective sample size and KL(sampler || learner) say how far the data are from the policy. Updates that miss a target
+  halve the bound, many good ones raise it by one batch; between the two nothing moves. A bound that had to be taken back is tried more
+  rarely: the wait doubles each time.
+* `RewardWatch`: whether the run has lost what it had gained.
+* refused and collapsed updates in a row.
+
+What is refused is decided by the learner, before the step (learner/guard.py). A healthy run is not touched: no event, no other bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from headrace import events as ev
+from headrace.checkpointing import Restore
+from headrace.config import Mode, OnFailure, Settings
+from headrace.errors import DivergedError, RollBackError
+from headrace.pool.pool import ExperiencePool
+from headrace.roles import EventSink
+from headrace.types import PolicyVersion
+from headrace.updates import UpdateResult, UpdateStatistics
+
+LOOSEN_PATIENCE = 4
+"""Times governor.patience_updates: good updates in a row before the bound is raised."""
+MAX_CAUTION = 8
+"""Times longer than that at most."""
+STANDARD_ERRORS = 6.0
+"""A fall of the reward within so many is noise."""
+RECENT_BATCHES = 3
+"""Whose reward says whether a checkpoint is worth keeping."""
+MAX_SKIPPED = 10
+"""Times learner.max_refused_updates in a row: so many end a run that skips them, too."""
+
+
+class Action(StrEnum):
+    TIGHTENED = "tightened"
+    LOOSENED = "loosened"
+    REFUSED = "refused"
+    HELD_BACK = "held_back"
+    FAILED = "failed"
+
+
+class StalenessLoop:
+    """The bound in effect, updates: `batch_updates` - 1 to `most`."""
+
+    def __init__(self, *, most: int, batch_updates: int, patience: int, bound: int | None = None, caution: int = 1) -> None:
+        self._most, self._least, self._step, self._patience = most, min(most, batch_updates - 1), batch_updates, patience
+        self.bound = most if bound is None else max(self._least, min(most, bound))
+        self.caution = caution
+        """Times longer than usual it waits before it raises the bound."""
+        self._missed = self._good = 0
+        self._raised_last = False
+
+    def judged(self, *, missed: bool, roomy: bool) -> Action | None:
+        """One update missed its target, or has room below it. Returns what became of the bound, None: nothing."""
+        self._missed = self._missed + 1 if missed else 0
+        self._good = self._good + 1 if roomy and not missed else 0
+        if self._missed >= self._patience and self.bound > self._least:
+            self._missed = 0
+            self.bound = self._least + (self.bound - self._least) // 2 // self._step * self._step
+            self.caution = min(MAX_CAUTION, 2 * self.caution) if self._raised_last else self.caution
+            self._raised_last = False
+            return Action.TIGHTENED
+        if self._good >= LOOSEN_PATIENCE * self._patience * self.caution and self.bound < self._most:
+            self._good = 0
+            self.bound = min(self._most, self.bound + self._step)
+            self.caution = max(1, self.caution // 2) if self._raised_last else self.caution
+            self._raised_last = True
+            return Action.LOOSENED
+        return None
+
+
+class RewardWatch:
+    """The level of the reward is its mean over the last `batches` batches; noise is known from how much batches in a row differ."""
+
+    def __init__(self, *, drop: float | None, batches: int, state: Mapping[str, Any] | None = None) -> None:
+        """`drop`: share of the gain (highest - first level) that may be lost; None: nothing is judged."""
+        self._drop = drop
+        self._recent: deque[float] = deque(maxlen=batches)
+        state = state or {}
+        self.first: float | None = state.get("first")
+        self.best: float | None = state.get("best")
+        self._squares, self._count = float(state.get("squares", 0.0)), int(state.get("count", 0))
+
+    def state(self) -> dict[str, Any]:
+        return {"first": self.first, "best": self.best, "squares": self._squares, "count": self._count}
+
+    def seen(self, reward: float) -> None:
+        if self._recent:
+            self._squares, self._count = self._squares + (reward - self._recent[-1]) ** 2, self._count + 1
+        self._recent.append(reward)
+        if len(self._recent) == self._recent.maxlen:
+            level = _mean(self._recent)
+            self.first = level if self.first is None else self.first
+            self.best = level if self.best is None else max(self.best, level)
+
+    def lost(self) -> str | None:
+        """What of the reward is gone for good, for people."""
+        if len(self._recent) < (self._recent.maxlen or 0) or not self._below(len(self._recent)):
+            return None
+        return f"the reward fell to {_mean(self._recent):.3g} over {len(self._recent)} batches, it had risen from {self.first:.3g} to {self.best:.3g}"
+
+    def falling(self) -> bool:
+        """The newest batches alone look like it."""
+        return self._below(min(RECENT_BATCHES, len(self._recent)))
+
+    def _below(self, batches: int) -> bool:
+        if self._drop is None or self.best is None or self.first is None or not batches:
+            return False
+        # batches that do not depend on each other differ by sqrt(2) standard deviations
+        error = math.sqrt(self._squares / max(1, self._count) / 2 / batches)
+        return _mean(list(self._recent)[-batches:]) < self.best - max(self._drop * (self.best - self.first), STANDARD_ERRORS * error)
+
+
+class Governor:
+    """Of one conductor; after a restore it goes on from what the checkpoint kept of the one before."""
+
+    def __init__(self, settings: Settings, pool: ExperiencePool, events: EventSink, *, restore: Restore | None) -> None:
+        state = {} if restore is None else restore.state.get("governor", {})
+        self._rules, self._max_refused = settings.governor, settings.learner.max_refused_updates
+        self._adapts = self._rules.adapt_staleness and settings.run.mode is Mode.ASYNC
+        self._pool, self._events = pool, events
+        self._restored = None if restore is None else restore.version
+        self._groups_per_batch = settings.pool.groups_per_batch
+        self._loop = StalenessLoop(
+            most=settings.max_staleness,
+            batch_updates=settings.updates_per_batch,
+            patience=self._rules.patience_updates,
+            bound=state.get("bound") if self._adapts else None,
+            caution=state.get("caution", 1),
+        )
+        if self._loop.bound < settings.max_staleness:
+            pool.bound_staleness(self._loop.bound)
+        self._reward = RewardWatch(drop=self._rules.reward_drop, batches=self._rules.collapse_updates, state=state.get("reward"))
+        self._refused = self._collapsed = 0
+        self._refused_of: deque[bool] = deque(maxlen=4 * self._max_refused)
+        self._flushed_batches = 0
+        self._saved = self._holds_back = False
+
+    # --- what happened ----------------------------------------------------------------------------------------------------
+
+    def updated(self, result: UpdateResult, reward_mean: float) -> None:
+        """A batch was learned from. Raises DivergedError or RollBackError when the run has failed."""
+        self._note_refusal(result)
+        if result.statistics is not None:
+            self._judge(result.version_after, result.statistics)
+        self._reward.seen(reward_mean)
+        self._judge_failure(result)
+
+    def empty(self, version: PolicyVersion, reward_mean: float) -> None:
+        """A batch without signal was passed over: its reward counts all the same. Raises as `updated`."""
+        self._reward.seen(reward_mean)
+        if (reason := self._reward.lost()) is not None:
+            self._fail(version, reason)
+
+    def lets_save(self, version: PolicyVersion) -> bool:
+        """Whether the weights are worth going back to. Only where the run may go back by itself are others left unsaved."""
+        if self._rules.on_failure is not OnFailure.ROLL_BACK or not (reason := self._ill()):
+            self._holds_back = False
+            return True
+        if not self._holds_back:
+            self._emit(Action.HELD_BACK, version, f"no checkpoint is made: {reason}")
+        self._holds_back = True
+        return False
+
+    def saved(self) -> dict[str, Any]:
+        """A checkpoint is made: what it keeps of the governor."""
+        self._saved = True
+        return {"bound": self._loop.bound, "caution": self._loop.caution, "reward": self._reward.state()}
+
+    # --- judgements -------------------------------------------------------------------------------------------------------
+
+    def _note_refusal(self, result: UpdateResult) -> None:
+        made = result.version_after > result.version_before
+        if not made and result.refused is None and self._flushed_batches:
+            self._flushed_batches -= 1  # what was there when the bound was lowered is over it now
+            return
+        self._refused = 0 if made else self._refused + 1
+        self._refused_of.append(not made)
+        if result.refused is not None:
+            self._emit(Action.REFUSED, result.version_after, result.refused)
+
+    def _judge(self, version: PolicyVersion, statistics: UpdateStatistics) -> None:
+        rules, size, kl = self._rules, statistics.effective_sample_size, statistics.kl_sampler_learner
+        self._collapsed = self._collapsed + 1 if size < rules.collapse_sample_size or kl > rules.collapse_kl else 0
+        if not self._adapts:
+            return
+        missed = size < rules.target_sample_size or kl > rules.target_kl
+        roomy = size >= (1 + rules.target_sample_size) / 2 and kl <= rules.target_kl / 2
+        action, before = self._loop.judged(missed=missed, roomy=roomy), self._loop.bound
+        if action is None:
+            return
+        if action is Action.TIGHTENED:
+            self._flushed_batches = math.ceil(self._pool.outstanding_groups / self._groups_per_batch)
+        self._pool.bound_staleness(before)
+        counted = f"{rules.patience_updates} updates in a row missed" if missed else "for long, all updates were well within"
+        targets = f"effective sample size {rules.target_sample_size:g} or KL {rules.target_kl:g}"
+        self._emit(action, version, f"{counted} {targets}: at most {before} updates old from now on", statistics)
+
+    def _judge_failure(self, result: UpdateResult) -> None:
+        version, most = result.version_after, self._max_refused
+        if result.version_after == result.version_before:
+            last = result.refused or "no token was within the staleness bound"
+            if self._refused >= most and self._refused % most == 0:
+                return self._fail(version, f"{self._refused} updates in a row were refused: {last}")
+            if sum(self._refused_of) >= 2 * most:
+                count, of = sum(self._refused_of), len(self._refused_of)
+                self._refused_of.clear()
+                return self._fail(version, f"{count} of the last {of} updates were refused: {last}")
+        if self._collapsed >= self._rules.collapse_updates:
+            count, self._collapsed = self._collapsed, 0
+            limits = f"effective sample size {self._rules.collapse_sample_size:g} or KL {self._rules.collapse_kl:g}"
+            return self._fail(version, f"{count} updates in a row were beyond {limits}", result.statistics)
+        if (reason := self._reward.lost()) is not None:
+            self._fail(version, reason, result.statistics)
+
+    def _ill(self) -> str | None:
+        if self._refused:
+            return "the last update was refused"
+        if self._collapsed:
+            return "the policy is far from its data"
+        return "the reward falls" if self._reward.falling() else None
+
+    # --- what is done -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, version: PolicyVersion, reason: str, statistics: UpdateStatistics | None = None) -> None:
+        self._emit(Action.FAILED, version, reason, statistics)
+        if self._rules.on_failure is OnFailure.ROLL_BACK:
+            older = None if self._restored is None or self._saved else max(0, self._restored.number - 1)  # where it went back to was no good either
+            raise RollBackError(reason, learning_rate_factor=self._rules.learning_rate_factor, newest_update=older, limit=self._rules.max_roll_backs)
+        if self._rules.on_failure is OnFailure.STOP or self._refused >= MAX_SKIPPED * self._max_refused:
+            raise DivergedError(
+                f"{reason}.".replace("..", "."),
+                remedy="Lower learner.learning_rate or pool.max_staleness, start from an earlier checkpoint, or set governor.on_failure = 'roll_back'.",
+            )
+
+    def _emit(self, action: Action, version: PolicyVersion, reason: str, statistics: UpdateStatistics | None = None) -> None:
+        self._events.emit(
+            ev.Governed(
+                action=action,
+                reason=reason,
+                version=version.number,
+                lineage=version.lineage,
+                max_staleness=self._pool.max_staleness,
+                effective_sample_size=None if statistics is None else statistics.effective_sample_size,
+                kl_sampler_learner=None if statistics is None else statistics.kl_sampler_learner,
+            )
+        )
+
+
+def _mean(values: deque[float] | list[float]) -> float:
+    return sum(values) / len(values)
