@@ -2,9 +2,9 @@
 
     python benchmarks/planner_check.py RUN [RUN ...] [--profile PROFILE] [--seeds 3] [--json]
 
-What is predicted comes from the profile alone (decode steps, updates, lengths, waits); how long the run took, how stale its tokens were
-and how full its devices were do not enter. With --profile it is another run's: only the setup is RUN's. Evaluations share the machine
-with a real run and are not simulated.
+What is predicted comes from the profile alone (decode steps, updates, lengths, waits, what lies between them); how long the run took, how
+stale its tokens were and how full its devices were do not enter. With --profile it is another run's: only the setup is RUN's. Evaluations
+share the machine with a real run and are not simulated; the time in which the learner of a synchronous run wrote checkpoints is taken off.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from headrace.config_loading import make_settings
 from headrace.events import read_events
 from headrace.planner.measure import measure
 from headrace.planner.profile import Profile, load_profile
-from headrace.planner.simulation import SteadyMeter, merged, observed_tree, simulated_tree
+from headrace.planner.simulation import SteadyMeter, merged, settings_tree, simulated_tree
 from headrace.planner.time_model import time_model
 from headrace.runtime.simulated import simulate
 
@@ -42,26 +43,34 @@ def figures(meter: SteadyMeter) -> dict[str, float]:
     }
 
 
+def measured_figures(run: Path) -> dict[str, float]:
+    meter = SteadyMeter(num_updates=0)
+    lines = list(read_events(run / "events.jsonl"))
+    for line in lines:
+        meter.add(line)
+    start, end = meter.window
+    in_turn = lines[0]["mode"] == "sync"  # else samplers go on meanwhile
+    saving = sum(line["seconds"] for line in lines if in_turn and line["event"] == "checkpoint_saved" and start < line["time"] <= end)
+    found = figures(meter)
+    return found | {"update_seconds": found["update_seconds"] - saving / len(meter.kept)}
+
+
 def check(run: Path, seeds: int, other: Profile | None) -> list[dict[str, Any]]:
-    own = measure(run)
-    profile = own if other is None else other
-    measured = SteadyMeter(num_updates=0)
-    for line in read_events(run / "events.jsonl"):
-        measured.add(line)
-    settings = make_settings(merged(simulated_tree(profile), observed_tree(own)), file=str(run))
+    profile = measure(run) if other is None else other
+    setup = settings_tree(tomllib.loads((run / "config.toml").read_text(encoding="utf-8")))
+    settings = make_settings(merged(simulated_tree(profile), setup), file=str(run))
     predictions = []
     for seed in range(seeds):
         meter = SteadyMeter(num_updates=settings.run.num_updates)
         seeded = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": seed})})
         simulate(seeded, time_model(profile, seeded), subscribers=[meter.add])
         predictions.append(figures(meter))
-    actual = figures(measured)
+    actual = measured_figures(run)
     rows = []
     for name in ROWS:
         predicted = statistics.fmean(each[name] for each in predictions)
-        rows.append(
-            {"run": run.name, "figure": name, "measured": actual[name], "predicted": predicted, "error": predicted / actual[name] - 1 if actual[name] else None}
-        )
+        error = predicted / actual[name] - 1 if actual[name] else None
+        rows.append({"run": run.name, "figure": name, "measured": actual[name], "predicted": predicted, "error": error})
     return rows
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -55,6 +55,16 @@ class DecodeFit:
         blended: float = largest * ((self.floor_seconds / largest) ** p + (work / largest) ** p) ** (1 / p)
         return blended + self.seconds_per_context_token * running * context_tokens + self.seconds_per_extra_token * extra_tokens
 
+    def scaled(self, factor: float) -> DecodeFit:
+        """Every step takes so many times as long."""
+        return replace(
+            self,
+            floor_seconds=self.floor_seconds * factor,
+            seconds_per_sequence=self.seconds_per_sequence * factor,
+            seconds_per_context_token=self.seconds_per_context_token * factor,
+            seconds_per_extra_token=self.seconds_per_extra_token * factor,
+        )
+
     def tokens_per_second(self, running: float, context_tokens: float = 0.0) -> float:
         seconds = self.seconds(running, context_tokens)
         return running / seconds if seconds > 0 else 0.0
@@ -92,6 +102,16 @@ class LearnFit:
         micro_batches = math.ceil(share / micro_batch_tokens) if tokens > 0 else 0
         exchange = self.seconds_per_exchange * (ranks - 1) / ranks
         return self.overhead_seconds + self.seconds_per_micro_batch * micro_batches + self.seconds_per_token * share + exchange
+
+    def scaled(self, factor: float) -> LearnFit:
+        """Every update takes so many times as long."""
+        return replace(
+            self,
+            overhead_seconds=self.overhead_seconds * factor,
+            seconds_per_micro_batch=self.seconds_per_micro_batch * factor,
+            seconds_per_token=self.seconds_per_token * factor,
+            seconds_per_exchange=self.seconds_per_exchange * factor,
+        )
 
 
 def fit_decode(points: Sequence[tuple[float, float, float, float, float]]) -> DecodeFit:

@@ -65,32 +65,18 @@ def _tail(profile: Profile, factor: float) -> Profile:
 
 
 def _decode(profile: Profile, factor: float) -> Profile:
-    decode, fit = profile.decode, profile.decode.fit
-    slower = replace(
-        fit,
-        floor_seconds=fit.floor_seconds * factor,
-        seconds_per_sequence=fit.seconds_per_sequence * factor,
-        seconds_per_context_token=fit.seconds_per_context_token * factor,
-        seconds_per_extra_token=fit.seconds_per_extra_token * factor,
-    )
+    decode = profile.decode
     points = tuple(replace(point, seconds=point.seconds * factor) for point in decode.points)
     saturation = replace(decode.saturation, tokens_per_second=decode.saturation.tokens_per_second / factor)
     gap, each = decode.gap_seconds * factor, decode.gap_seconds_per_sequence * factor
-    changed = replace(decode, fit=slower, points=points, saturation=saturation, gap_seconds=gap, gap_seconds_per_sequence=each)
+    changed = replace(decode, fit=decode.fit.scaled(factor), points=points, saturation=saturation, gap_seconds=gap, gap_seconds_per_sequence=each)
     return replace(profile, decode=changed)
 
 
 def _learn(profile: Profile, factor: float) -> Profile:
-    learn, fit = profile.learn, profile.learn.fit
-    slower = replace(
-        fit,
-        overhead_seconds=fit.overhead_seconds * factor,
-        seconds_per_micro_batch=fit.seconds_per_micro_batch * factor,
-        seconds_per_token=fit.seconds_per_token * factor,
-        seconds_per_exchange=fit.seconds_per_exchange * factor,
-    )
+    learn = profile.learn
     points = tuple(replace(point, seconds=point.seconds * factor) for point in learn.points)
-    return replace(profile, learn=replace(learn, fit=slower, points=points, handover_seconds=learn.handover_seconds * factor))
+    return replace(profile, learn=replace(learn, fit=learn.fit.scaled(factor), points=points, handover_seconds=learn.handover_seconds * factor))
 
 
 def _weights(profile: Profile, factor: float) -> Profile:

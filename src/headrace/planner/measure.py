@@ -15,6 +15,7 @@ from headrace.errors import ConfigError, Problem
 from headrace.planner.distributions import Distribution
 from headrace.planner.fits import fit_decode, fit_learn
 from headrace.planner.observed import observe
+from headrace.planner.overheads import dispatch_seconds, handover_seconds, settled
 from headrace.planner.profile import (
     Decode,
     DecodePoint,
@@ -38,6 +39,8 @@ Line = Mapping[str, Any]
 EVENTS_FILE = "events.jsonl"
 _MAX_LEARN_POINTS = 24
 ANSWER_DELAY_STEPS = 2.0
+_IN_THE_LOOP = 0.25
+"""Of a step: waits below it are an environment that answers at once."""
 _FAILED_ENDS = frozenset({"environment_error", "reward_error", "prompt_too_long", "sampler_error", "worker_lost", "cancelled", "mark_error"})
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,6 +54,8 @@ class Recording:
     directory: Path
     rollouts: list[Line] = field(default_factory=list)
     """rollout_finished, without the failed ones."""
+    reserved: dict[int, float] = field(default_factory=dict)
+    """When each group was reserved."""
     active: list[Line] = field(default_factory=list)
     updated: list[Line] = field(default_factory=list)
     taken: list[Line] = field(default_factory=list)
@@ -91,6 +96,7 @@ def measure(directory: Path, *, kind: Literal["run", "measured"] = "run", origin
         weight_update=_weight_update(recording, model.num_parameters * dtype_bytes),
         distributions=distributions,
         group=group,
+        dispatch_seconds=dispatch_seconds(recording),
         observed=observe(recording),
     )
 
@@ -117,7 +123,7 @@ def read_recording(directory: Path) -> Recording:
 
 def _lines(file: Iterable[str]) -> Iterable[Line]:
     for text in file:
-        if not text.endswith("\n") or text.startswith('{"event":"group_reserved"'):
+        if not text.endswith("\n"):
             continue
         try:
             line = json.loads(text)
@@ -139,6 +145,8 @@ def _collect(lines: Iterable[Line], settings: Mapping[str, Any], directory: Path
         match line["event"]:
             case "rollout_finished" if line["end"] not in _FAILED_ENDS:
                 recording.rollouts.append(line)
+            case "group_reserved":
+                recording.reserved[line["group_id"]] = line["time"]
             case "worker_active":
                 recording.active.append(line)
             case "updated" if line["statistics"] is not None:
@@ -171,7 +179,7 @@ def _model(recording: Recording) -> tuple[Model, int]:
 
 
 def _distributions(recording: Recording) -> tuple[Distributions, Group]:
-    rollouts = recording.rollouts
+    rollouts = settled(recording.rollouts)
     began = [float(line["versions"][0]) if line["versions"] else 0.0 for line in rollouts]
     answers = [float(line["tokens"]) for line in rollouts]
     drawn = sum(line["activity"]["sampled_tokens"] for line in recording.active)
@@ -263,6 +271,10 @@ def _log_bin(value: float, parts: int) -> int:
 
 def _decode(recording: Recording, points: list[DecodePoint], model: Model, distributions: Distributions) -> Decode:
     fit = fit_decode([(point.running, point.context_tokens, max(0.0, point.tokens - point.running), point.seconds, point.count) for point in points])
+    fit = fit.scaled(
+        sum(point.seconds * point.count for point in points)
+        / sum(fit.seconds(point.running, point.context_tokens, max(0.0, point.tokens - point.running)) * point.count for point in points)
+    )
     samplers = recording.devices("sampler", "colocated")
     capacity = min((int(device.get("capacity") or 0) for device in samplers), default=0)
     rate = min((float(device.get("saturated_tokens_per_second") or 0.0) for device in samplers), default=0.0)
@@ -291,8 +303,9 @@ def _gaps(recording: Recording, distributions: Distributions) -> tuple[float, fl
         done, gather = activity["decode_steps"], activity["idle_seconds"].get("gather", 0.0)
         steps, gathered = steps + done, gathered + gather
         idle = activity["idle_seconds"].get("environment", 0.0)
-        waited = done * wait / max(1, line["in_flight"])
-        if idle > 4 * waited and line["in_flight"] > 1 and done:
+        out = max(line["in_flight"], activity["sampled_tokens"] / max(1, done))  # sync: nothing is, when the report is made
+        waited = done * wait / max(1, out)
+        if idle > 4 * waited and out > 1 and done:
             busy_steps, between, sequences = busy_steps + done, between + idle - waited, sequences + activity["sampled_tokens"]
     each = between / sequences if busy_steps >= 0.5 * steps and sequences else 0.0
     return (gathered / steps if steps else 0.0), each
@@ -302,11 +315,14 @@ def _without_delay(decode: Decode, distributions: Distributions) -> tuple[Decode
     """Waits as environments make them, and how many decode steps answers then wait to be noticed, which depends on the setup.
 
     A wait ends in the middle of a step, and goes through the event loop, which gets round once a step. Measured on `door`, whose tools
-    take 33.0 ms: waits of 37.4 ms beside steps of 2 ms, 46.9 ms beside steps of 5.9 ms. Waits shorter than that never left the loop.
+    take 33.0 ms: waits of 37.4 ms beside steps of 2 ms, 46.9 ms beside steps of 5.9 ms. Waits much shorter than a step never left the loop: their rollouts are
+    back before the next step, all of them.
     """
     drawn = sum(point.running * point.count for point in decode.points)
     step = sum((point.seconds + decode.gap_seconds + decode.gap_seconds_per_sequence * point.running) * point.running * point.count for point in decode.points)
     delay, waits = ANSWER_DELAY_STEPS * step / drawn, distributions.tool_wait_seconds
+    if waits.mean < _IN_THE_LOOP * step / drawn:  # the environments' own Python, which the gaps have
+        return decode, replace(distributions, tool_wait_seconds=Distribution.constant(0.0))
     if waits.mean <= delay:
         return decode, distributions
     shorter = waits.scaled((waits.mean - delay) / waits.mean)
@@ -327,11 +343,12 @@ def _learn(recording: Recording) -> Learn:
         points.append(LearnPoint(ranks=ranks, micro_batch_tokens=micro, tokens=tokens, seconds=seconds))
     offered = sum(line["trajectories"] + line["filtered"] for line in recording.taken) or 1
     computed = sum(line["statistics"]["padded_tokens"] for line in recording.updated)
-    handed = [float(line.get("transfer_seconds", 0.0)) for line in updated]
+    fit = fit_learn([(point.ranks, point.micro_batch_tokens, point.tokens, point.seconds) for point in points])
+    fit = fit.scaled(sum(seconds for _, seconds in ordered) / sum(fit.seconds(ranks, micro, tokens) for tokens, _ in ordered))
     return Learn(
         points=tuple(points),
-        fit=fit_learn([(point.ranks, point.micro_batch_tokens, point.tokens, point.seconds) for point in points]),
-        handover_seconds=sum(handed) / len(handed),
+        fit=fit,
+        handover_seconds=handover_seconds(recording),
         tokens_per_trajectory=computed / offered,
         micro_batch_tokens=micro,
         busy_fraction=min(1.0, sum(line["busy_seconds"] for line in updated) / max(1e-12, sum(line["seconds"] for line in updated))),

@@ -46,6 +46,8 @@ def observe(recording: Recording) -> Observed | None:
         learner_busy_fraction=min(1.0, sum(line["busy_seconds"] for line in kept) / seconds),
         sampler_busy_fraction=min(1.0, sum(line["activity"]["busy_seconds"] for line in active) / covered) if covered > 0 else 0.0,
         mean_running=_mean_running(active),
+        max_in_flight=recording.setting("sampler", "max_in_flight", None),
+        gather_seconds=recording.setting("sampler", "gather_seconds", None),
         selection=str(recording.setting("pool", "selection", "ready_first")),
     )
 

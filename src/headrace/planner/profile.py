@@ -115,7 +115,7 @@ class Learn:
     points: tuple[LearnPoint, ...]
     fit: LearnFit
     handover_seconds: Amount = 0.0
-    """Of one update: the batch to the learner and the result back, outside the points' seconds."""
+    """Of one update, outside the points' seconds: the batch to the learner and the result back, what is written down in between."""
     tokens_per_trajectory: Amount = 0.0
     """Learner tokens of one trajectory that a batch takes, padding included and filtered ones counted as none. 0: its total tokens."""
     micro_batch_tokens: AtLeastOne = 8192
@@ -183,6 +183,9 @@ class Observed:
     mean_running: float
     """Sequences in a decode step, time-weighted over busy seconds."""
     selection: str = "ready_first"
+    max_in_flight: int | None = None
+    """Of one sampler; None: no limit of its own, or not known."""
+    gather_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +200,8 @@ class Profile:
     distributions: Distributions
     group: Group
     schema: Literal[1] = 1
+    dispatch_seconds: Amount = 0.0
+    """Of one rollout, outside its own seconds: the conductor's work and the wire, at its start and at its end."""
     observed: Observed | None = None
 
     @property

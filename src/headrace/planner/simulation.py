@@ -24,6 +24,14 @@ _LEAST_UPDATES = 24
 _MOST_UPDATES = 64
 _WARM_UP = 0.25
 """Share of the updates left out: pool and slots fill."""
+_SETUP: Mapping[str, Sequence[str]] = {
+    "run": ("mode", "placement", "seed", "num_updates", "num_samplers", "num_learner_ranks", "max_failed_rollouts_in_a_row"),
+    "rollout": ("group_size", "max_attempts"),
+    "sampler": ("max_running", "max_in_flight", "gather_seconds"),
+    "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry"),
+    "learner": ("num_minibatches", "num_epochs", "micro_batch_tokens"),
+}
+"""Settings that change how long what takes, and who waits for whom."""
 
 Line = Mapping[str, Any]
 
@@ -55,6 +63,7 @@ def observed_tree(profile: Profile) -> dict[str, dict[str, Any]]:
     seen = profile.observed
     if seen is None:
         return {}
+    limits = {"max_in_flight": seen.max_in_flight, "gather_seconds": seen.gather_seconds}
     ranks = seen.num_sampler_devices if seen.placement == "colocated" else seen.num_learner_devices
     return {
         "run": {
@@ -64,13 +73,18 @@ def observed_tree(profile: Profile) -> dict[str, dict[str, Any]]:
             "num_samplers": max(1, seen.num_sampler_devices),
             "num_learner_ranks": max(1, ranks),
         },
-        "sampler": {"max_running": seen.slots_per_sampler},
+        "sampler": {"max_running": seen.slots_per_sampler, **{key: value for key, value in limits.items() if value is not None}},
         "pool": {
             "groups_per_batch": max(1, round(seen.batch_trajectories / profile.group.size)),
             "max_staleness": seen.max_staleness,
             "selection": seen.selection,
         },
     }
+
+
+def settings_tree(values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The setup of a run with these settings (section -> key -> value, as in config.toml): what the simulation has a use for."""
+    return {section: {key: values[section][key] for key in keys if key in values[section]} for section, keys in _SETUP.items() if section in values}
 
 
 def plan_tree(plan: Plan, *, num_updates: int) -> dict[str, dict[str, Any]]:

@@ -16,12 +16,11 @@ import numpy as np
 
 from headrace.config import Settings
 from headrace.planner.distributions import Distribution
+from headrace.planner.overheads import REPORT_SECONDS
 from headrace.planner.profile import Profile
 from headrace.runtime.time_model import PlannedRollout, PlannedStep, TimeModel
 from headrace.types import RolloutRequest
 
-REPORT_SECONDS = 0.01
-"""Between two reports of a worker at least, as in the local runtime."""
 _MOST_HEARTBEAT_SECONDS = 30.0
 _HEARTBEATS_PER_UPDATE = 8
 _TABLE = 4096
@@ -58,6 +57,7 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
         # a sampler has an update when its pause is over
         transfer_seconds=max(0.0, update.transfer_seconds - update.pause_seconds),
         pause_seconds=update.pause_seconds,
+        dispatch_seconds=profile.dispatch_seconds,
         report_seconds=REPORT_SECONDS,
         heartbeat_seconds=min(_MOST_HEARTBEAT_SECONDS, max(1.0, update_seconds / _HEARTBEATS_PER_UPDATE)),
     )

@@ -75,15 +75,17 @@ class SimulatedWorker:
     async def start(self, requests: Sequence[RolloutRequest]) -> None:
         if self._stopped:
             raise WorkerLostError(f"{self.name} has been stopped and starts no rollouts.")
-        now, version = clock.now(), self.engine.version.number
+        begins, version = clock.now() + self._model.dispatch_seconds, self.engine.version.number
+        started = []
         for request in requests:
             if request.key in self._rollouts:
                 raise InvariantError(f"{self.name}: {request.key} was started twice.")
-            rollout = self._rollouts[request.key] = SimulatedRollout(request, self._model.plan_rollout(request, version), now)
-            if (delay := self._notice_seconds()) > 0:  # the environment's reset is an answer too
-                self._answer_comes(now + delay, True, rollout)
-            else:
-                self._act(rollout)
+            rollout = self._rollouts[request.key] = SimulatedRollout(request, self._model.plan_rollout(request, version), begins)
+            started.append(rollout)
+        if self._model.dispatch_seconds > 0:
+            self._loop.call_at(begins, self._open, started)
+        else:
+            self._open(started)
         self._expect_room()
         if self._rollouts and self._heartbeat is None:
             self._heartbeat = self._loop.call_later(self._model.heartbeat_seconds, self._beat)
@@ -226,6 +228,17 @@ class SimulatedWorker:
             self._close_idle(clock.now())
             self._idle_reason = reason
 
+    def _open(self, rollouts: Sequence[SimulatedRollout]) -> None:
+        """They begin: the environment's reset is an answer too."""
+        now = clock.now()
+        for rollout in rollouts:
+            if rollout.is_over:
+                continue
+            if (delay := self._notice_seconds()) > 0:
+                self._answer_comes(now + delay, True, rollout)
+            else:
+                self._act(rollout)
+
     # --- rollouts ----------------------------------------------------------------------------------------------------------
 
     def _act(self, rollout: SimulatedRollout) -> None:
@@ -323,7 +336,7 @@ class SimulatedWorker:
             num_key_steps=0,
             discarded_tokens=0,
             versions=counts,
-            seconds=now - rollout.started,
+            seconds=max(0.0, now - rollout.started),
             wait_seconds=rollout.wait_seconds,
         )
         self._finished.append(FinishedRollout(summary=summary, payload=b""))

@@ -66,6 +66,8 @@ class TimeModel:
     """From an announcement until a sampler can take the weights up."""
     pause_seconds: float = 0.0
     """One sampler takes up an update: it decodes nothing."""
+    dispatch_seconds: float = 0.0
+    """From a worker's getting a rollout to the rollout's start: what the conductor and the wire take for it, at both its ends."""
     report_seconds: float = 0.0
     """Between two reports of a worker at least: what finishes meanwhile goes in one."""
     heartbeat_seconds: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_failed_rollouts_are_tried_again_and_counted() -> None:
     assert 0.1 < len(failed) / finished < 0.3
     assert {line["retried"] for line in failed} == {True, False}
     assert [line for line in lines if line["event"] == "ledger"][-1]["ledger"]["tokens"]["failed"]["environment_error"] > 0
+
+
+def test_what_the_conductor_takes_for_a_rollout_lies_before_its_start_and_not_in_its_seconds() -> None:
+    model = scripted_times()
+    settings = run_settings(num_updates=4, mode="sync")
+    at_once = clock.run_virtual(simulated_lines(settings, TASKS, model))
+    later = clock.run_virtual(simulated_lines(settings, TASKS, replace(model, dispatch_seconds=0.25)))
+    for lines, least in ((at_once, 0.0), (later, 0.25)):
+        reserved = {line["group_id"]: line["time"] for line in lines if line["event"] == "group_reserved"}
+        before = [line["time"] - line["seconds"] - reserved[line["group"]] for line in lines if line["event"] == "rollout_finished"]
+        assert min(before) == pytest.approx(least, abs=1e-4)
+    ends = [max(line["time"] for line in lines if line["event"] == "updated") for lines in (at_once, later)]
+    assert ends[1] >= ends[0] + 4 * 0.25
 
 
 def test_colocated_devices_sample_and_learn_in_turn() -> None:
