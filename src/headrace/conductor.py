@@ -39,7 +39,7 @@ from headrace.pool.journal import Journal
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
 from headrace.setbacks import Setbacks
-from headrace.supervision import Restart, Supervision
+from headrace.supervision import Restart, Supervision, blamed_on_learner
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
 from headrace.updates import Selection, UpdateResult
 from headrace.workers import Workers, WorkerState
@@ -124,6 +124,7 @@ class Conductor:
         except BaseExceptionGroup as group_error:
             raise first_error(group_error) from group_error
         await self.checkpoints.save(self.pool, self.source, self.governor.saved())
+        await self.learner.stop()
         await self._evaluate(self.learner.version)
 
     # --- the loops ---------------------------------------------------------------------------------------------------------
@@ -176,7 +177,8 @@ class Conductor:
                 continue
             await self.checkpoints.written_down()
             sent = now()
-            result = await self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
+            learning = self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
+            result = await blamed_on_learner(learning)
             learned = now()
             if result.version_after > result.version_before:
                 version = await self._publish()
@@ -214,7 +216,9 @@ class Conductor:
 
     async def _publish(self) -> PolicyVersion:
         """Makes the learner's weights the newest and says so. Nobody waits for a sampler here."""
-        update = await self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", self.settings.limits.learn_seconds)
+        limit_seconds = self.settings.limits.learn_seconds
+        publishing = self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", limit_seconds)
+        update = await blamed_on_learner(publishing)
         self.events.emit(ev.WeightsPublished.of(update))
         await self.workers.announce(update)
         return update.version
