@@ -10,7 +10,7 @@ update that had not been reached before (a batch that kills it each time comes a
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -50,7 +50,8 @@ class Restoration:
         self._reached: Callable[[], int] | None = None
         self._can_go_back: Callable[[], bool] = lambda: False
         self._furthest = -1
-        self._in_a_row = 0
+        self._in_a_row: Counter[ev.ResumeCause] = Counter()
+        """Without an update that had not been reached before."""
         self._losses: deque[float] = deque()
 
     async def survive(self, live: Live) -> None:
@@ -62,7 +63,7 @@ class Restoration:
                 return await live(back)
             except HeadraceError as error:
                 back = self._return(error, back)
-            await asyncio.sleep(min(MAX_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2 ** (self._in_a_row - 1)))
+            await asyncio.sleep(min(MAX_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2 ** (self._in_a_row.total() - 1)))
 
     def took_up(self, *, reached: Callable[[], int], can_go_back: Callable[[], bool]) -> None:
         """From now on an end of the life is a loss. `reached`: the learner's update; `can_go_back`: something has been saved."""
@@ -72,32 +73,36 @@ class Restoration:
         if self._reached is None:  # a life that did not begin: the first one's error is the run's, a role lost over a later one another loss
             if before is None or not isinstance(error, WorkerLostError | WaitTimeoutError):
                 raise error
-            self._count(self._furthest)
+            self._count(ev.ResumeCause.LEARNER_LOST, self._furthest)
             self._check_loss(error)
             return before
         rollback = error if isinstance(error, RollBackError) else None
         if rollback is None and not error.learner_lost:
             raise error
-        self._count(self._reached())
+        cause = ev.ResumeCause.LEARNER_LOST if rollback is None else ev.ResumeCause.ROLL_BACK
+        self._count(cause, self._reached())
         if not self._can_go_back():
             error.remedy = f"{error.remedy or ''} {_NOTHING_SAVED}".strip()
         if rollback is None:
             self._check_loss(error)
-            return Return(cause=ev.ResumeCause.LEARNER_LOST, reason=error.message, since_seconds=now())
+            return Return(cause=cause, reason=error.message, since_seconds=now())
         self._check_rollback(rollback)
         return Return(
-            cause=ev.ResumeCause.ROLL_BACK, reason=error.message, since_seconds=now(),
+            cause=cause, reason=error.message, since_seconds=now(),
             learning_rate_factor=rollback.learning_rate_factor, newest_update=rollback.newest_update,
         )  # fmt: skip
 
-    def _count(self, reached: int) -> None:
-        self._in_a_row = 1 if reached > self._furthest else self._in_a_row + 1
+    def _count(self, cause: ev.ResumeCause, reached: int) -> None:
+        if reached > self._furthest:
+            self._in_a_row.clear()
+        self._in_a_row[cause] += 1
         self._furthest = max(self._furthest, reached)
 
     def _check_rollback(self, error: RollBackError) -> None:
-        if self._in_a_row > error.limit:
+        rollbacks = self._in_a_row[ev.ResumeCause.ROLL_BACK]
+        if rollbacks > error.limit:
             raise DivergedError(
-                f"{self._in_a_row - 1} rollbacks in a row did not help. Now: {error.message}",
+                f"{rollbacks - 1} rollbacks in a row did not help. Now: {error.message}",
                 remedy="Lower learner.learning_rate or pool.max_staleness, or start from an earlier checkpoint.",
             ) from error
         if not self._can_go_back():
@@ -109,14 +114,15 @@ class Restoration:
         while self._losses and self._losses[0] <= time - limits.restart_window_seconds:
             self._losses.popleft()
         self._losses.append(time)
-        often, in_a_row = len(self._losses) > limits.max_restarts, self._in_a_row > limits.max_restarts
-        again = self._can_go_back() and not often and not in_a_row
-        self._events.emit(ev.RoleLost(role=LEARNER, error=str(error), rollouts=0, losses=max(len(self._losses), self._in_a_row), restarted=again))
+        recent, in_a_row = len(self._losses), self._in_a_row[ev.ResumeCause.LEARNER_LOST]
+        again = self._can_go_back() and max(recent, in_a_row) <= limits.max_restarts
+        self._events.emit(ev.RoleLost(role=LEARNER, error=str(error), rollouts=0, losses=max(recent, in_a_row), restarted=again))
         if again:
             return
-        if not self._can_go_back() or max(len(self._losses), self._in_a_row) == 1:
+        if not self._can_go_back() or max(recent, in_a_row) == 1:
             raise error
-        how = f"{len(self._losses)} times within {limits.restart_window_seconds:g} s" if often else f"{self._in_a_row} times before update {self._furthest + 1}"
+        often = f"{recent} times within {limits.restart_window_seconds:g} s"
+        how = often if recent > limits.max_restarts else f"{in_a_row} times before it had made update {self._furthest + 1}"
         failure = WorkerLostError(
             f"the learner was lost {how} (limits.max_restarts = {limits.max_restarts}). The last time: {error.message}", remedy=error.remedy
         )
