@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.report.summary import over_bound_fraction, summarize
+from headrace.report.utilization import went_back
 
 Line = Mapping[str, Any]
 Interval = tuple[float, float]
@@ -142,9 +143,11 @@ def evaluation_curve(lines: Sequence[Line]) -> tuple[CurvePoint, ...]:
     start, _ = _window(lines)
     published: dict[int, float] = {}
     for line in lines:
+        if line["event"] == "run_resumed":
+            published = {version: seconds for version, seconds in published.items() if version <= line["resumed_from_update"]}
         if line["event"] == "weights_published":
             published.setdefault(line["version"], max(0.0, line["time"] - start))
-    found = {line["version"]: line for line in lines if line["event"] == "evaluated"}
+    found = {line["version"]: line for line in lines if line["event"] == "evaluated"}  # the newest of each: what a restore undid is made again
     return tuple(
         CurvePoint(version=version, seconds=published[version], mean=line["mean"], half_width=(line["interval95"][1] - line["interval95"][0]) / 2)
         for version, line in sorted(found.items())
@@ -351,11 +354,13 @@ def _run_json(run: MeasuredRun, target: float) -> dict[str, Any]:
 
 def _window(lines: Iterable[Line]) -> tuple[float, float]:
     """(start, end) of the timed window; a run that was cut ends never."""
-    start, end = 0.0, math.inf
+    start, end, is_open = 0.0, math.inf, False
     for line in lines:
+        if line["event"] == "run_resumed" and not went_back(line):
+            is_open = False
         if line["event"] == "timed_window":
-            if line["phase"] == "start":
-                start = line["time"]
-            else:
-                end = line["time"]
+            if line["phase"] == "end":
+                end, is_open = line["time"], False
+            elif not is_open:
+                start, is_open = line["time"], True
     return start, end

@@ -126,6 +126,8 @@ def rollouts_out(lines: Iterable[Line]) -> list[tuple[float, int]]:
                 out.returned(line["role"])
             case "role_lost" if found:
                 out.lost(line["role"])
+            case "run_resumed" if found:
+                out.all_lost()
             case _:
                 continue
         found.append((line["time"], out.number))

@@ -76,8 +76,7 @@ class ProgressView:
                 self._failures.add((line["task_id"], line["reason"]))  # once a task: the end shows how often
                 self._print(f"task {line['task_id']} failed: {line['reason']}: {line['error']}"[:500])
             case "role_lost":
-                what = "it is started again" if line["restarted"] else "the run ends"
-                self._print(f"{line['role']} was lost: {line['error']}"[:500] + f" {line['rollouts']} rollouts begin anew; {what}")
+                self._print(f"{line['role']} was lost: {line['error']}"[:500] + f" {_after_loss(line)}")
             case "role_restarted":
                 self._print(f"{line['role']} is back after {line['seconds']:.1f} s")
             case "checkpoint_saved":
@@ -130,8 +129,11 @@ class ProgressView:
         self._num_updates, self._version = line["num_updates"], line["resumed_from_update"]
         for text in line["passed_over"]:
             self._print(f"not whole, passed over: checkpoint {text}")
+        self._update_times.clear()
         undone = f"{line['pooled']} trajectories are in the pool again, {line['void']} are void, {line['lost']} rollouts were in flight"
-        self._print(f"goes on from update {self._version} as lineage {line['lineage']}, up after {line['startup_seconds']:.1f} s; {undone}")
+        self._print(
+            f"{went_back_text(line)}goes on from update {self._version} as lineage {line['lineage']}, up after {line['startup_seconds']:.1f} s; {undone}"
+        )
 
     def _take_update(self, line: Line) -> None:
         self._version = line["version"]
@@ -169,6 +171,24 @@ class ProgressView:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+def went_back_text(line: Line) -> str:
+    """Why a run that is resumed went back by itself, and what that undid; empty for the command."""
+    undone = f"{line['undone_updates']} update{'s' * (line['undone_updates'] != 1)} undone" if line.get("undone_updates") else "no update undone"
+    match line.get("cause", "command"):
+        case "learner_lost":
+            return f"the learner was restarted, {undone}; "
+        case "roll_back":
+            return f"rolled back, {undone}, learning rate x {line['learning_rate_factor']:.3g} from now on, because {line['reason'].rstrip('.')}; "
+        case _:
+            return ""
+
+
+def _after_loss(line: Line) -> str:
+    if line["role"] == "learner":
+        return "The run goes back to its newest checkpoint." if line["restarted"] else "The run ends."
+    return f"{line['rollouts']} rollouts begin anew; " + ("it is started again" if line["restarted"] else "the run ends")
 
 
 def duration(seconds: float) -> str:

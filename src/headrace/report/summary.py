@@ -38,6 +38,8 @@ class RunSummary:
                 self._utilization = UtilizationMeter(line["devices"])
             case "run_resumed":
                 self.started = {**self.started, "num_updates": line["num_updates"]}
+                self._newest["updated"] = {"version": line["resumed_from_update"]}
+                self._upkeep.out.all_lost()
             case "worker_active":
                 self._upkeep.add_activity(line["activity"])
             case "updated":
@@ -200,6 +202,9 @@ class OutForVerification:
 
     def lost(self, worker: str) -> None:
         self._by_worker.pop(worker, None)
+
+    def all_lost(self) -> None:
+        self._by_worker.clear()
 
 
 def over_bound_fraction(ledger: Mapping[str, Any] | None) -> float | None:

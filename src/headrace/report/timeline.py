@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.report.utilization import COLOCATED, RESTART
+from headrace.report.utilization import COLOCATED, RESTART, went_back
 
 Line = Mapping[str, Any]
 
@@ -84,6 +84,8 @@ def learner_slices(lines: Iterable[Line]) -> list[Slice]:
                 work.append(_one(line["time"], line["seconds"], "publish", version=line["version"], bytes=line["bytes"]))
             case "checkpoint_saved":
                 work.append(_one(line["time"], line["seconds"], "checkpoint", version=line["version"]))
+            case "run_resumed" if went_back(line):
+                work.append(_one(line["time"], line["seconds"], RESTART, lineage=line["lineage"]))
     work = _in_turn(work)
     free = [piece for wait in _in_turn(waits) for piece in _outside(wait, work)]
     return sorted([*work, *free], key=lambda each: each.start)
@@ -132,7 +134,7 @@ def _spread(slices: Sequence[Slice], start: float, width: float, count: int) -> 
 def _sampler_slices(lines: Iterable[Line], device: str, role: str, capacity: float) -> list[Slice]:
     slices = []
     for line in lines:
-        if line["event"] == "role_restarted" and _works_on(line["role"], device, role):
+        if (line["event"] == "role_restarted" and _works_on(line["role"], device, role)) or (line["event"] == "run_resumed" and went_back(line)):
             slices.append(_one(line["time"], line["seconds"], RESTART))
         if line["event"] != "worker_active" or not _works_on(line["role"], device, role):
             continue

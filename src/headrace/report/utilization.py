@@ -57,7 +57,8 @@ class Windows:
 
 
 class WindowMeter:
-    """Timed windows, from each `timed_window` start to its end; one that is cut short ends at the last event before the run resumes."""
+    """Timed windows, from each `timed_window` start to its end; one that is cut short ends at the last event before the run is resumed. A run
+    that goes back to a checkpoint by itself keeps its devices: the time until it goes on counts."""
 
     def __init__(self) -> None:
         self._closed: tuple[tuple[float, float], ...] = ()
@@ -67,10 +68,10 @@ class WindowMeter:
     def add(self, line: Line) -> None:
         match line["event"]:
             case "timed_window" if line["phase"] == "start":
-                self._start = line["time"]
+                self._start = line["time"] if self._start is None else self._start
             case "timed_window" if self._start is not None:
                 self._close(line["time"])
-            case "run_resumed" if self._start is not None:
+            case "run_resumed" if self._start is not None and not went_back(line):
                 self._close(self._last)
         self._last = line["time"]
 
@@ -82,6 +83,11 @@ class WindowMeter:
     def _close(self, end: float) -> None:
         assert self._start is not None
         self._closed, self._start = (*self._closed, (self._start, end)), None
+
+
+def went_back(line: Line) -> bool:
+    """Whether a line `run_resumed` is of a run that went back to a checkpoint by itself."""
+    return bool(line.get("cause", "command") != "command")
 
 
 def timed_windows(lines: Iterable[Line]) -> Windows:
@@ -146,6 +152,11 @@ class UtilizationMeter:
                 for device in self._devices:
                     if _works_on(line["role"], device):
                         device.add_restart(windows.inside(time, line["seconds"]))
+            case "run_resumed" if went_back(line):
+                seconds = windows.inside(time, line["seconds"])
+                for device in self._devices:
+                    device.add_restart(seconds)
+                self._add_idle(RESTART, seconds)
             case "updated":
                 finished = time - line.get("finished_seconds_ago", 0.0)
                 share = windows.share(finished, line["seconds"])

@@ -17,7 +17,7 @@ from rich.text import Text
 from headrace.report.advice import advice
 from headrace.report.progress import duration
 from headrace.report.summary import RunSummary, over_bound_fraction
-from headrace.report.utilization import Windows, utilization
+from headrace.report.utilization import Windows, utilization, went_back
 
 Line = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ _CURVE_POINTS = 512
 _LABEL_COLUMNS = 12
 _SHOWN_DELAY_SECONDS = 0.05
 _SPARKS = "▁▂▃▄▅▆▇█"
-_WORK = frozenset({"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved"})
+_WORK = frozenset({"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved", "run_resumed"})
 _STYLES = {"done": "green", "running": "cyan", "starting": "cyan", "failed": "red", "interrupted": "yellow", "silent": "yellow"}
 
 
@@ -39,18 +39,31 @@ class Curve:
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self._versions: list[int] = []
+        """Newest of each value."""
         self._each = 1
         self._waiting: list[float] = []
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, version: int) -> None:
         self._waiting.append(value)
         if len(self._waiting) < self._each:
             return
         self.values.append(sum(self._waiting) / len(self._waiting))
+        self._versions.append(version)
         self._waiting.clear()
         if len(self.values) >= _CURVE_POINTS:
+            if len(self.values) % 2:  # after a cut
+                del self.values[0], self._versions[0]
             self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._versions = self._versions[1::2]
             self._each *= 2
+
+    def cut(self, version: int) -> None:
+        """Everything above is undone."""
+        self._waiting.clear()
+        while self._versions and self._versions[-1] > version:
+            self._versions.pop()
+            self.values.pop()
 
 
 class WatchState:
@@ -71,6 +84,8 @@ class WatchState:
         self.recording: Line | None = None
         self.longest_waits: dict[str, str | None] = {}
         self._down: dict[str, Line] = {}
+        self._went_back: Line | None = None
+        """The last time that the run went back to a checkpoint by itself."""
         self._losses: Counter[str] = Counter()
         self._version = 0
         self._waiting: Line | None = None
@@ -90,7 +105,7 @@ class WatchState:
             case "updated":
                 self._add_update(line)
             case "evaluated" if line["mean"] is not None:
-                self.evaluations.add(line["mean"])
+                self.evaluations.add(line["mean"], line["version"])
             case "worker_active":
                 self.longest_waits[line["role"]] = line.get("longest_wait")
             case "pool":
@@ -105,8 +120,10 @@ class WatchState:
                 self._down.pop(line["role"], None)
             case "trajectories_recorded":
                 self.recording = line
-            case "run_started" | "run_resumed":
+            case "run_started":
                 self.finished = None
+            case "run_resumed":
+                self._go_back(line)
             case "run_finished":
                 self.finished = line
 
@@ -144,7 +161,11 @@ class WatchState:
 
     def warnings(self) -> list[str]:
         found = advice(self.summary.result(), self.recent_utilization(), settings=self.settings, newest=self.statistics, pool=self.pool)
+        if self._went_back is not None:
+            found.append(_return_text(self._went_back))
         for role, count in self._losses.items():
+            if role == "learner" and role not in self._down:
+                continue  # said above
             if role in self._down and self.finished is None:
                 found.insert(0, f"{role} was lost and is started again: {self._down[role]['error']}")
             else:
@@ -155,15 +176,34 @@ class WatchState:
             found.append(f"{self.recording['lost']} trajectories were not recorded: {self.recording['failure'] or 'the disk was slower than the run'}")
         return found
 
+    def _go_back(self, line: Line) -> None:
+        """To a checkpoint: what is above it is undone."""
+        self.finished, self._version = None, line["resumed_from_update"]
+        for curve in (self.rewards, self.evaluations):
+            curve.cut(self._version)
+        self._paces.clear()
+        self._down.clear()
+        self.longest_waits.clear()
+        if went_back(line):
+            self._went_back = line
+
     def _add_update(self, line: Line) -> None:
         self._version = line["version"]
         self._paces.append((line["time"], line["version"]))
         self.refused = line["refused"]
         if line["reward_mean"] is not None:
             self.reward = line["reward_mean"]
-            self.rewards.add(line["reward_mean"])
+            self.rewards.add(line["reward_mean"], line["version"])
         if line["statistics"] is not None:
             self.statistics = line["statistics"]
+
+
+def _return_text(line: Line) -> str:
+    undone, where = line["undone_updates"], f"update {line['resumed_from_update']} (lineage {line['lineage']})"
+    lost = f"; {undone} update{'s' * (undone != 1)} undone, {duration(line['seconds'])}" + (f": {line['reason']}" if line["reason"] else "")
+    if line["cause"] == "roll_back":
+        return f"rolled back to {where}, learning rate x {line['learning_rate_factor']:.3g}{lost}"
+    return f"learner restarted from {where}{lost}"
 
 
 def frame(state: WatchState, *, name: str, width: int, silent_seconds: float = 0.0) -> RenderableType:

@@ -12,6 +12,7 @@ from headrace.report.figures_devices import words
 from headrace.report.markup import number_text, percent
 from headrace.report.progress import duration
 from headrace.report.record import RunRecord
+from headrace.report.utilization import went_back
 
 _DEVICES = {
     "sampler": ("sampler", "samplers"),
@@ -139,8 +140,25 @@ def losses(run: RunRecord) -> str | None:
     return f"{text}. The last time: {lost[-1]['error']}"
 
 
+def returns(run: RunRecord) -> str | None:
+    """To a checkpoint, by the run itself."""
+    back = [line for line in run.events("run_resumed") if went_back(line)]
+    if not back:
+        return None
+    losses, last = sum(line["cause"] == "learner_lost" for line in back), back[-1]
+    causes = [
+        f"{count} time{'s' * (count > 1)} {why}" for count, why in ((losses, "because the learner was lost"), (len(back) - losses, "as a rollback")) if count
+    ]
+    rate = f", with the learning rate x {last['learning_rate_factor']:.3g}" if last["learning_rate_factor"] != 1.0 else ""
+    undone, longest = sum(line["undone_updates"] for line in back), duration(max(line["seconds"] for line in back))
+    return (
+        f"The run went back to a checkpoint {' and '.join(causes)}: {undone} updates were made again, and it stood still for {longest} at most. "
+        f"The last time it went on from update {last['resumed_from_update']} as lineage {last['lineage']}{rate}: {last['reason']}"
+    )
+
+
 def run_sentences(run: RunRecord) -> list[str]:
-    return [each for each in (headline(run), result(run), utilization(run), freshness(run), rollouts(run), losses(run)) if each]
+    return [each for each in (headline(run), result(run), utilization(run), freshness(run), rollouts(run), losses(run), returns(run)) if each]
 
 
 def final_of(run: RunRecord) -> float | None:

@@ -320,11 +320,13 @@ def test_curve_in_bounded_memory_keeps_its_shape() -> None:
     curve = Curve()
     draw = random.Random(0)
     for index in range(20_000):
-        curve.add(index / 20_000 + draw.uniform(-0.01, 0.01))
+        curve.add(index / 20_000 + draw.uniform(-0.01, 0.01), index)
     assert 256 <= len(curve.values) <= 512
     assert curve.values[0] == pytest.approx(0.0, abs=0.02)
     assert curve.values[len(curve.values) // 2] == pytest.approx(0.5, abs=0.05)
     assert sparkline(curve.values, 8) == "▁▂▃▄▅▆▇█"
+    curve.cut(9_999)
+    assert max(curve.values) == pytest.approx(0.5, abs=0.05), "a restore undoes what is above its checkpoint"
 
 
 @pytest.mark.parametrize(("values", "columns", "drawn"), [([], 5, ""), ([1.0], 5, "▄"), ([2.0, 2.0], 5, "▄▄"), ([0.0, 1.0], 1, "▄"), ([0.0, 7.0], 2, "▁█")])
