@@ -89,7 +89,13 @@ class Checkpoints:
         self.retention = Retention(settings) if restore is None else Retention(settings, restore.checkpoints, restore.state.get("retention"))
         self.last: Path | None = self.retention.kept[-1] if self.retention.kept else None
         self._saved_seconds = now()
+        self._saved_number = learner.version.number
         self._cost_seconds = 0.0
+
+    @property
+    def behind(self) -> bool:
+        """Something was learned since the last checkpoint, or since the run began."""
+        return self._directory is not None and self._learner.version.number != self._saved_number
 
     def due(self, result: UpdateResult) -> bool:
         """After an update; not the last one, after which the run is saved anyway."""
@@ -120,7 +126,7 @@ class Checkpoints:
         self.last = path
         for gone in self.retention.saved(path):
             await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
-        self._saved_seconds, self._cost_seconds = now(), now() - started
+        self._saved_seconds, self._saved_number, self._cost_seconds = now(), version.number, now() - started
         best = None if self.retention.best is None else self.retention.best.name
         saved = ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=self._cost_seconds, best=best)
         self._events.emit(saved)

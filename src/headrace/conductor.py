@@ -34,17 +34,17 @@ from headrace.config import Settings, Verify
 from headrace.errors import HeadraceError, WaitTimeoutError, WorkerLostError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
 from headrace.governor import Governor
+from headrace.interruption import SteadyLearner, save_interrupted
 from headrace.pool.group import lost_rollout
 from headrace.pool.journal import Journal
 from headrace.pool.pool import ExperiencePool
 from headrace.roles import Evaluator, EventSink, Learner, RolloutWorker, TaskSource, TrajectoryRecorder
 from headrace.setbacks import Setbacks
-from headrace.supervision import Restart, Supervision, blamed_on_learner
+from headrace.supervision import Restart, Supervision, watch_waits
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
 from headrace.updates import Selection, UpdateResult
 from headrace.workers import Workers, WorkerState
 
-_WATCHDOG_SECONDS = 10.0
 _LEVELS_SECONDS = 1.0
 
 
@@ -77,7 +77,9 @@ class Conductor:
     ) -> None:
         """`journal`: what makes the run one that can be gone on with. `restore`: what it goes on from; the learner has those weights."""
         self.settings = settings
-        self.source, self.learner, self.evaluator = RepeatingSource(roles.source), roles.learner, roles.evaluator
+        self.waits = Waits()
+        self.source, self.evaluator = RepeatingSource(roles.source), roles.evaluator
+        self.learner = SteadyLearner(roles.learner, self.waits, settings.limits.learn_seconds)
         self.recorder = recorder
         self.pool = ExperiencePool(
             settings,
@@ -87,7 +89,6 @@ class Conductor:
             source_place=self.source.place,
         )
         self.restored = None if restore is None else go_on(restore, self.learner, self.pool, self.source, recorder)
-        self.waits = Waits()
         self.sampling, self.evaluation_sampling = sampling, evaluation_sampling
         self.evaluation_tasks = evaluation_tasks
         self.events = events
@@ -99,9 +100,19 @@ class Conductor:
         self._setbacks = Setbacks(settings)
         self.governor = Governor(settings, self.pool, events, restore=restore)
         self._levels_due = 0.0
+        self._in_hand: Selection | None = None  # learned, until it is retired
 
     async def run(self) -> None:
-        """Trains until num_updates. Raises the first HeadraceError of any loop; cancelling it ends every loop."""
+        """Trains until num_updates. Raises the first HeadraceError of any loop; cancelling it ends every loop, and saves what was learned."""
+        async with self.learner.calls():
+            try:
+                await self._train()
+            except asyncio.CancelledError:
+                limit_seconds = self.settings.checkpoint.interrupt_seconds
+                await save_interrupted(limit_seconds, self.learner, self.checkpoints, self._save, self.events, self._in_hand, self._learned)
+                raise
+
+    async def _train(self) -> None:
         await self._publish()
         if self.learner.version.number == 0:
             await self._evaluate(self.learner.version)
@@ -109,7 +120,7 @@ class Conductor:
         try:
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(self._collect(state)) for state in self.workers.states.values()]
-                background += [group.create_task(self._roll_out()), group.create_task(self._watch_waits())]
+                background += [group.create_task(self._roll_out()), group.create_task(watch_waits(self.waits, self.events))]
                 if self.settings.pool.verify is not Verify.OFF:
                     background.append(group.create_task(self._verify()))
                 evaluating = group.create_task(self._evaluate_when_due())
@@ -123,7 +134,7 @@ class Conductor:
                     await state.worker.stop()
         except BaseExceptionGroup as group_error:
             raise first_error(group_error) from group_error
-        await self.checkpoints.save(self.pool, self.source, self.governor.saved())
+        await self._save()
         await self.learner.stop()
         await self._evaluate(self.learner.version)
 
@@ -175,19 +186,16 @@ class Conductor:
                 self.governor.empty(selection.learner_version, self.pool.reward_mean(selection))
                 self._setbacks.empty(self.pool.reward_mean(selection))
                 continue
+            self._in_hand = selection
             await self.checkpoints.written_down()
             sent = now()
-            learning = self.waits.limited(self.learner.learn(selection), "conductor waits for the learner to learn a batch", limits.learn_seconds)
-            result = await blamed_on_learner(learning)
+            result = await self.learner.learn(selection)
             learned = now()
             if result.version_after > result.version_before:
                 version = await self._publish()
                 if self.pool.waits_for_acknowledgements:
                     await self._wait_applied(version)
-            if self.recorder is not None:
-                self.recorder.learned(selection, result)
-            self.pool.retire(selection, result)
-            self._note_update(selection, result, away_seconds=learned - sent, finished_seconds_ago=now() - learned)
+            self._learned(selection, result, away_seconds=learned - sent, finished_seconds_ago=now() - learned)
             await self._after_update(result)
 
     async def _verify(self) -> None:
@@ -204,21 +212,11 @@ class Conductor:
         while (version := await self._due.get()) is not _END:
             await self._evaluate(version)
 
-    async def _watch_waits(self) -> None:
-        """Writes down who waits for whom when it lasts."""
-        while True:
-            await asyncio.sleep(_WATCHDOG_SECONDS)
-            long = [(name, round(seconds, 1)) for name, seconds in self.waits.current() if seconds >= _WATCHDOG_SECONDS]
-            if long:
-                self.events.emit(ev.Waiting(waits=long))
-
     # --- verbs -------------------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> PolicyVersion:
         """Makes the learner's weights the newest and says so. Nobody waits for a sampler here."""
-        limit_seconds = self.settings.limits.learn_seconds
-        publishing = self.waits.limited(self.learner.publish(), "conductor waits for the learner to publish weights", limit_seconds)
-        update = await blamed_on_learner(publishing)
+        update = await self.learner.publish()
         self.events.emit(ev.WeightsPublished.of(update))
         await self.workers.announce(update)
         return update.version
@@ -285,9 +283,12 @@ class Conductor:
         self.checkpoints.retention.evaluated(version.number, line.mean)
         self.events.emit(line)
 
+    async def _save(self) -> None:
+        await self.checkpoints.save(self.pool, self.source, self.governor.saved())
+
     async def _after_update(self, result: UpdateResult) -> None:
         if self.checkpoints.due(result) and self.governor.lets_save(result.version_after):
-            await self.checkpoints.save(self.pool, self.source, self.governor.saved())
+            await self._save()
         before, after = result.version_before.number, result.version_after.number
         every = self.settings.evaluation.every_updates
         if every and before // every != after // every and after < self.settings.run.num_updates and self._due.empty():
@@ -307,11 +308,15 @@ class Conductor:
             self._levels_due = now() + _LEVELS_SECONDS
             self.events.emit(ev.PoolLevels.of(self.pool.statistics(), waits=self.waits.current()))
 
-    def _note_update(self, selection: Selection, result: UpdateResult, **seconds: float) -> None:
+    def _learned(self, selection: Selection, result: UpdateResult, *, away_seconds: float = 0.0, finished_seconds_ago: float = 0.0) -> None:
+        if self.recorder is not None:
+            self.recorder.learned(selection, result)
+        self.pool.retire(selection, result)
+        self._in_hand = None
         version = result.version_after
         reward_mean = self.pool.reward_mean(selection)
         self.checkpoints.retention.updated(reward_mean)
-        self.events.emit(ev.Updated.of(selection, result, reward_mean=reward_mean, **seconds))
+        self.events.emit(ev.Updated.of(selection, result, reward_mean=reward_mean, away_seconds=away_seconds, finished_seconds_ago=finished_seconds_ago))
         self.pool.ledger.check()
         self.events.emit(ev.LedgerClosed(ledger=self.pool.ledger.snapshot(at_update=version.number, lineage=version.lineage)))
         self._setbacks.updated()

@@ -322,6 +322,9 @@ class CheckpointSettings(Section):
         120.0, description="Time between checkpoints, stretched where saving would cost the learner over 2 % of its time; 0: by updates only.", ge=0
     )
     keep: int = Field(2, description="Newest checkpoints kept; the best one (by evaluation, else by training reward) stays besides.", ge=1)
+    interrupt_seconds: float = Field(
+        20.0, description="For a last checkpoint after Ctrl-C or SIGTERM, where something was learned since the last one; 0: none is saved.", ge=0
+    )
 
 
 class GovernorSettings(Section):

@@ -385,6 +385,16 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted(Event):
+    """Ctrl-C or SIGTERM, where a last checkpoint takes a while; with `failure` when it could not be saved."""
+
+    name: ClassVar[str] = "interrupted"
+    limit_seconds: float
+    """For a last checkpoint."""
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting(Event):
     """Who waits for whom, when it lasts."""
 

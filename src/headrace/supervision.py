@@ -21,6 +21,7 @@ from headrace.roles import EventSink
 
 BACK_OFF_SECONDS = 0.5
 MAX_BACK_OFF_SECONDS = 30.0
+_WATCHDOG_SECONDS = 10.0
 
 Restart = Callable[[str], Awaitable[None]]
 """Ends what is left of a role, by name, and starts its successor; returns when that is up."""
@@ -94,6 +95,15 @@ async def blamed_on_learner(work: Awaitable[T]) -> T:
     except (WorkerLostError, WaitTimeoutError) as error:
         error.learner_lost = True
         raise
+
+
+async def watch_waits(waits: Waits, events: EventSink) -> None:
+    """Writes down who waits for whom when it lasts."""
+    while True:
+        await asyncio.sleep(_WATCHDOG_SECONDS)
+        long = [(name, round(seconds, 1)) for name, seconds in waits.current() if seconds >= _WATCHDOG_SECONDS]
+        if long:
+            events.emit(ev.Waiting(waits=long))
 
 
 async def _nothing() -> None:

@@ -13,7 +13,9 @@ LAYERS = {
     **dict.fromkeys(("__init__", "types", "updates", "errors"), 0),
     **dict.fromkeys(("config", "config_loading", "roles", "events", "clock", "recipe", "statistics", "marks", "manifest"), 1),
     **dict.fromkeys(("tasks", "rollout", "sampler", "pool", "learner", "weights"), 2),
-    **dict.fromkeys(("conductor", "checkpointing", "retention", "evaluation", "governor", "restoration", "setbacks", "supervision", "workers"), 3),
+    **dict.fromkeys(
+        ("conductor", "checkpointing", "retention", "evaluation", "governor", "interruption", "restoration", "setbacks", "supervision", "workers"), 3
+    ),
     "runtime": 4,
     **dict.fromkeys(("planner", "report", "compare"), 5),
     "cli": 6,

@@ -32,9 +32,8 @@ PATIENT = {"max_restarts": 1000, "learn_seconds": 30.0, "report_seconds": 60.0}
 
 def restored_run(*blows: Blow, num_updates: int = 8, limits: dict[str, Any] | None = None, **options: Any) -> RestoredRun:
     sections = {name: options.pop(name) for name in ("pool", "mode", "max_staleness", "num_samplers") if name in options}
-    settings = run_settings(
-        num_updates=num_updates, checkpoint=options.pop("checkpoint", {"every_updates": 2, "keep": 1000}), limits={**PATIENT, **(limits or {})}, **sections
-    )
+    checkpoint = options.pop("checkpoint", {"every_updates": 2, "keep": 1000}) | {"interrupt_seconds": 0}  # the learner that is struck would still answer
+    settings = run_settings(num_updates=num_updates, checkpoint=checkpoint, limits={**PATIENT, **(limits or {})}, **sections)
     return RestoredRun(settings=settings, tasks=TASKS, checkpoint_directory=NOWHERE, blows=blows, **options)
 
 

@@ -81,6 +81,10 @@ class ProgressView:
                 self._print(f"{line['role']} is back after {line['seconds']:.1f} s")
             case "checkpoint_saved":
                 self._print(f"checkpoint {line['path']}")
+            case "interrupted" if line["failure"] is None:
+                self._print(f"interrupted: saving what was learned, for at most {line['limit_seconds']:g} s; Ctrl-C again ends at once")
+            case "interrupted":
+                self._print(f"a last checkpoint could not be saved: {line['failure']}"[:500])
             case "waiting":
                 self._waiting = "; ".join(f"{name} ({seconds:.0f} s)" for name, seconds in line["waits"])
                 if not self._terminal:

@@ -226,10 +226,15 @@ def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
 
 def read_state(checkpoint: Path) -> Mapping[str, Any]:
     """What `write_state` wrote. Raises OSError when it is not there, ValueError when it is damaged or of another headrace."""
-    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    if state["schema"] != SCHEMA:
-        raise ValueError(f"{STATE_FILE} has schema {state['schema']}, this headrace reads {SCHEMA}")
-    if state.pop("sha256") != _digest(state):
+    text = (checkpoint / STATE_FILE).read_bytes()
+    try:
+        state: dict[str, Any] = json.loads(text)
+        schema, digest = state["schema"], state.pop("sha256", None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{STATE_FILE} is damaged: {error}") from error
+    if schema != SCHEMA:
+        raise ValueError(f"{STATE_FILE} has schema {schema}, this headrace reads {SCHEMA}")
+    if digest != _digest(state):
         raise ValueError(f"{STATE_FILE} is damaged (its contents are not what was written)")
     return state
 

@@ -125,7 +125,7 @@ def test_the_newest_whole_checkpoint_is_found_under_the_next_lineage(tmp_path: P
         (lambda path: flip_a_bit(path / STATE_FILE), STATE_FILE),
         (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is missing"),
         (lambda path: (path / MANIFEST).write_text("[]"), f"{MANIFEST} is damaged"),
-        (lambda path: (path / STATE_FILE).write_text("{"), "cannot be read"),
+        (lambda path: (path / STATE_FILE).write_text("{"), f"{STATE_FILE} is damaged"),
         (lambda path: (path / "learner.json").write_text('{"version": [0, 3]}') and write_manifest(path), "learner.json is of version [0, 3]"),
     ],
 )
