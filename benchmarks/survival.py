@@ -1,11 +1,14 @@
-"""How long a run is without a sampler whose process is killed: kill -9 at chosen updates, then until it is up and at full speed again.
+"""How long a run is without a process that is killed: kill -9 at chosen updates, then until it is up and at full speed again.
 
     python benchmarks/survival.py                       # door, one sampler, 5 kills
     python benchmarks/survival.py --samplers 2          # the other one goes on meanwhile
+    python benchmarks/survival.py --victim learner-0    # the run goes back to its newest checkpoint (one every 6 updates)
 
 found     from the kill until the conductor knows
-up        from the kill until the successor samples under the newest weights: back-off (0.5 s: each loss counts as the first), process, model, weights
-full      from the kill until the first report (about one a second) in which it draws 0.9 of the median tokens/s of its reports
+up        from the kill until the successor samples under the newest weights: back-off (0.5 s: each loss counts as the first), process, model, weights;
+          of the learner: until the run goes on from the checkpoint, every process of it new
+full      from the kill until the first report (about one a second) in which it draws 0.9 of the median tokens/s of its reports; of the learner:
+          until sampler-0 does, and an update has been made
 """
 
 from __future__ import annotations
@@ -27,38 +30,43 @@ from headrace.events import read_events
 from headrace.runtime.local import run_local
 from headrace.runtime.processes import end_forkserver
 
-VICTIM = "sampler-0"
+SAMPLER = "sampler-0"
 FULL = 0.9
 
 
-def killed_run(recipe: str, kills: int, every: int, overrides: list[str], directory: Path) -> list[float]:
+def killed_run(recipe: str, victim: str, kills: int, every: int, overrides: list[str], directory: Path) -> list[float]:
     """When each kill was, seconds of the event log."""
     moments: list[float] = []
 
     def kill(event: dict[str, Any]) -> None:
-        if event["event"] == "updated" and event["version"] % every == 0 and event["version"] <= kills * every:
-            next(process for process in multiprocessing.active_children() if process.name == VICTIM).kill()
+        if event["event"] == "updated" and len(moments) < kills and event["version"] == (len(moments) + 1) * every:
+            next(process for process in multiprocessing.active_children() if process.name == victim).kill()
             moments.append(event["time"])
 
-    own = [f"run.num_updates={(kills + 1) * every}", "limits.max_restarts=1000", "limits.restart_window_seconds=2", "evaluation.every_updates=0", *overrides]
+    own = [f"run.num_updates={(kills + 1) * every}", "limits.max_restarts=1000", "limits.restart_window_seconds=2", "evaluation.every_updates=0"]
+    own += ["checkpoint.every_updates=6", *overrides] if victim.startswith("learner") else overrides
     asyncio.run(run_local(load_settings(recipe, own), directory, subscribers=[kill], evaluate=False))
     return moments
 
 
-def delays(events: list[dict[str, Any]], moment: float, usual: float) -> dict[str, float]:
-    """Seconds from a kill until each of `found`, `up`, `full`; `usual`: tokens/s."""
-    own = [event for event in events if event["role"] == VICTIM and event["time"] >= moment]
-    found = next(event["time"] for event in own if event["event"] == "role_lost")
-    up = next(event["time"] for event in own if event["event"] == "role_restarted")
+def delays(events: list[dict[str, Any]], victim: str, moment: float, usual: float) -> dict[str, float]:
+    """Seconds from a kill until each of `found`, `up`, `full`; `usual`: tokens/s of the sampler."""
+    after = [event for event in events if event["time"] >= moment]
+    is_learner = victim.startswith("learner")
+    lost, back = ("learner", "run_resumed") if is_learner else (victim, "role_restarted")
+    found = next(event["time"] for event in after if event["event"] == "role_lost" and event["role"] == lost)
+    up = next(event["time"] for event in after if event["event"] == back and event["role"] in (victim, "conductor"))
+    again = [event for event in after if event["time"] > up]
     full = next(
         (
             event["time"] - event["activity"]["seconds"]
-            for event in own
-            if event["event"] == "worker_active" and event["time"] > up and speed(event) >= FULL * usual
+            for event in again
+            if event["event"] == "worker_active" and event["role"] == SAMPLER and speed(event) >= FULL * usual
         ),
         float("nan"),
     )
-    return {"found": found - moment, "up": up - moment, "full": max(full, up) - moment}
+    learned = next((event["time"] for event in again if event["event"] == "updated"), float("nan")) if is_learner else up
+    return {"found": found - moment, "up": up - moment, "full": max(full, up, learned) - moment}
 
 
 def speed(event: dict[str, Any]) -> float:
@@ -68,6 +76,7 @@ def speed(event: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="door")
+    parser.add_argument("--victim", default=SAMPLER, help="sampler-0 or a rank of the learner (learner-0)")
     parser.add_argument("--samplers", type=int, default=1)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--every", type=int, default=12, help="updates between two kills")
@@ -77,11 +86,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-survival-") as folder:
         directory = Path(folder) / "run"
         overrides = [f"run.num_samplers={arguments.samplers}", *arguments.overrides]
-        moments = killed_run(arguments.recipe, arguments.kills, arguments.every, overrides, directory)
+        moments = killed_run(arguments.recipe, arguments.victim, arguments.kills, arguments.every, overrides, directory)
         events = list(read_events(directory / "events.jsonl"))
     end_forkserver()
-    usual = statistics.median(speed(event) for event in events if event["event"] == "worker_active" and event["role"] == VICTIM)
-    rows = [delays(events, moment, usual) for moment in moments]
+    usual = statistics.median(speed(event) for event in events if event["event"] == "worker_active" and event["role"] == SAMPLER)
+    rows = [delays(events, arguments.victim, moment, usual) for moment in moments]
     for name in ("found", "up", "full"):
         values = [row[name] for row in rows]
         print(
@@ -89,6 +98,9 @@ def main() -> None:
         )
     ledger = [event["ledger"] for event in events if event["event"] == "ledger"][-1]
     lost, generated = ledger["tokens"]["failed"].get("worker_lost", 0), ledger["tokens"]["generated"]
+    undone = [event["undone_updates"] for event in events if event["event"] == "run_resumed"]
+    if undone:
+        print(f"updates made again: {sum(undone)} ({' '.join(map(str, undone))})")
     print(f"tokens lost with their worker: {lost:,} of {generated:,} ({lost / generated:.1%}); {usual:,.0f} tokens/s as a rule")
 
 

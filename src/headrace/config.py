@@ -372,7 +372,7 @@ class LimitSettings(Section):
     evaluate_seconds: float = Field(1800.0, description="For one evaluation.", gt=0)
     save_seconds: float = Field(600.0, description="For one checkpoint.", gt=0)
     stop_seconds: float = Field(5.0, description="For a role to end by itself; then it is killed.", gt=0)
-    max_restarts: int = Field(3, description="Restarts of each sampler and of the evaluator within restart_window_seconds; one loss more ends the run.", ge=0)
+    max_restarts: int = Field(3, description="Restarts of each sampler, the evaluator and the learner within restart_window_seconds; one loss more ends the run.", ge=0)
     restart_window_seconds: float = Field(600.0, description="See max_restarts.", gt=0)
 
 

@@ -55,7 +55,7 @@ class SteadyLearner:
         await self._settled()
         answer = self._begun(lambda: self._learner.learn(selection))
         self._learned = selection, answer
-        return await self._limited(asyncio.shield(answer), "learn a batch")
+        return await self._limited(asyncio.shield(answer), "conductor waits for the learner to learn a batch")
 
     async def result_of(self, selection: Selection) -> UpdateResult:
         """Of a batch whose call was cancelled, perhaps before it began."""
@@ -66,7 +66,7 @@ class SteadyLearner:
 
     async def publish(self) -> WeightUpdate:
         await self._settled()
-        return await self._limited(asyncio.shield(self._begun(self._learner.publish)), "publish weights")
+        return await self._limited(asyncio.shield(self._begun(self._learner.publish)), "conductor waits for the learner to publish weights")
 
     async def save(self, directory: Path) -> None:
         await self._settled()
@@ -75,8 +75,8 @@ class SteadyLearner:
     async def stop(self) -> None:
         await self._learner.stop()
 
-    async def _limited(self, answer: Awaitable[T], what: str) -> T:
-        return await blamed_on_learner(self._waits.limited(answer, f"conductor waits for the learner to {what}", self._limit_seconds))
+    async def _limited(self, answer: Awaitable[T], name: str) -> T:
+        return await blamed_on_learner(self._waits.limited(answer, name, self._limit_seconds))
 
     async def _settled(self) -> None:
         """No call goes on."""

@@ -187,7 +187,7 @@ def test_losses_far_apart_do_not_end_the_run() -> None:
     assert len(run.lives) == 5
 
 
-def test_without_restarts_the_first_loss_ends_the_run_as_it_is() -> None:
+def test_without_restarts_the_first_loss_of_the_learner_ends_the_run_as_it_is() -> None:
     run = restored_run(Blow(5.0, "killed"), limits={"max_restarts": 0})
     with pytest.raises(WorkerLostError, match=r"^Process learner-0 was ended by signal SIGKILL in the middle of the run\.$"):
         run_virtual(run.run())
