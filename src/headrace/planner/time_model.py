@@ -32,9 +32,9 @@ _STRIDES = (1_000_003, 10_007, 101)
 """Of seed, group and member: each rollout has a stream of its own."""
 
 
-def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, learn_scale: float = 1.0) -> TimeModel:
+def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, learn_scale: float = 1.0, cores: int | None = None) -> TimeModel:
     """`failures`: share of rollouts that fail at their end. `learn_scale`: how many times the tokens of a batch the learner learns (a run
-    that is simulated at a part of its size)."""
+    that is simulated at a part of its size). `cores`: of the machine, where devices share them."""
     decode, update = profile.decode, profile.weight_update
     update_seconds = profile.learn.fit.seconds(
         settings.run.num_learner_ranks, settings.learner.micro_batch_tokens, settings.batch_trajectories * learn_scale * _learner_tokens(profile)
@@ -57,6 +57,7 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
         # a sampler has an update when its pause is over
         transfer_seconds=max(0.0, update.transfer_seconds - update.pause_seconds),
         pause_seconds=update.pause_seconds,
+        num_cores=cores,
         dispatch_seconds=profile.dispatch_seconds,
         report_seconds=REPORT_SECONDS,
         heartbeat_seconds=min(_MOST_HEARTBEAT_SECONDS, max(1.0, update_seconds / _HEARTBEATS_PER_UPDATE)),

@@ -22,6 +22,7 @@ from headrace.config import Apply, Placement, RecordTrajectories, Settings, Upda
 from headrace.errors import ConfigError, Problem
 from headrace.roles import EventSink, TaskSource, TrajectoryRecorder
 from headrace.runtime.run_record import run_record
+from headrace.runtime.simulated_cores import take_seats
 from headrace.runtime.simulated_learner import SimulatedLearner
 from headrace.runtime.simulated_worker import SimulatedWorker
 from headrace.runtime.time_model import TimeModel
@@ -97,8 +98,9 @@ async def _simulate(settings: Settings, model: TimeModel, run_directory: Path | 
 
 def simulated_roles(settings: Settings, model: TimeModel, *, source: TaskSource | None = None) -> Roles:
     """Made in the loop that they live in."""
-    workers = [SimulatedWorker(f"sampler-{index}", settings=settings, model=model) for index in range(settings.run.num_samplers)]
-    return Roles(source=source or SimulatedTasks(), workers=workers, learner=SimulatedLearner(settings, model), evaluator=None)
+    seats, learner_seats = take_seats(settings, model.num_cores)
+    workers = [SimulatedWorker(f"sampler-{index}", settings=settings, model=model, seat=seat) for index, seat in enumerate(seats)]
+    return Roles(source=source or SimulatedTasks(), workers=workers, learner=SimulatedLearner(settings, model, learner_seats), evaluator=None)
 
 
 def simulated_conductor(settings: Settings, roles: Roles, events: EventSink, *, recorder: TrajectoryRecorder | None = None) -> Conductor:

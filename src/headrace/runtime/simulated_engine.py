@@ -75,16 +75,19 @@ class DecodeEngine:
         if len(self._versions) > 512:
             self._forget_versions()
 
-    def begin(self, now: float) -> int:
-        """Lets waiting actions in and starts a stretch of steps. Returns after how many something happens; 0: nothing runs."""
+    def begin(self, now: float, slowdown: float = 1.0) -> int:
+        """Lets waiting actions in and starts a stretch of steps. Returns after how many something happens; 0: nothing runs.
+
+        `slowdown`: everything takes so many times as long, where the device is shared.
+        """
         self._make_room()
-        self._admit()
+        self._admit(slowdown)
         running = self.num_running
         if not running:
             return 0
         self._since = now
-        self._fixed, self._gap = self._model.step_seconds(running), self._model.gap_seconds(running)
-        self._reading = self._model.seconds_per_context_token
+        self._fixed, self._gap = slowdown * self._model.step_seconds(running), slowdown * self._model.gap_seconds(running)
+        self._reading = slowdown * self._model.seconds_per_context_token
         steps = self._ends[0][0] - self._position
         if self.context_tokens + running * steps > self._capacity and running > 1:
             steps = min(steps, max(1, int((self._capacity - self.context_tokens) // running)))
@@ -164,7 +167,7 @@ class DecodeEngine:
         read = steps * self.context_tokens + self.num_running * steps * (steps - 1) / 2
         return self._observation_seconds + steps * (self._fixed + self._gap) + self._reading * read
 
-    def _admit(self) -> None:
+    def _admit(self, slowdown: float) -> None:
         """In order of arrival, as long as there is a slot and the KV cache holds it."""
         limit = self._capacity * (1 - _WATERMARK)
         while self.waiting and self.num_running < self.max_running:
@@ -175,7 +178,7 @@ class DecodeEngine:
             self.waiting.popleft()
             action.joined, action.end, action.order = self._position, self._position + action.remaining, self._next_order
             self._next_order += 1
-            self._observation_seconds += self._model.observation_seconds(action.observation_tokens)
+            self._observation_seconds += slowdown * self._model.observation_seconds(action.observation_tokens)
             self._observation_tokens += action.observation_tokens
             self.context_tokens += needed
             self.num_running += 1

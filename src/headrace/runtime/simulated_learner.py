@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace import clock
 from headrace.config import Settings
 from headrace.errors import HeadraceError
+from headrace.runtime.simulated_cores import Seat, work
 from headrace.runtime.time_model import TimeModel
 from headrace.types import PolicyVersion
 from headrace.updates import MemberOutcome, SelectedMember, Selection, UpdateResult, UpdateStatistics, WeightUpdate
@@ -16,8 +18,9 @@ from headrace.updates import MemberOutcome, SelectedMember, Selection, UpdateRes
 class SimulatedLearner:
     """Minibatches hold whole groups, as equal in number as can be, like learner/batch's; each update raises the version by 1."""
 
-    def __init__(self, settings: Settings, model: TimeModel) -> None:
-        self._settings, self._model = settings, model
+    def __init__(self, settings: Settings, model: TimeModel, seats: Sequence[Seat] = ()) -> None:
+        """`seats`: of its ranks, where devices share cores."""
+        self._settings, self._model, self._seats = settings, model, seats
         self._version = PolicyVersion(0, 0)
 
     @property
@@ -28,7 +31,13 @@ class SimulatedLearner:
         ranks, epochs = self._settings.run.num_learner_ranks, self._settings.learner.num_epochs
         parts = split_groups(selection.members, self._settings.learner.num_minibatches)
         seconds = epochs * sum(self._model.learn_seconds(float(sum(member.summary.num_tokens for member in part)), ranks) for part in parts)
-        await asyncio.sleep(seconds + self._model.handover_seconds)
+        if self._seats:
+            began = clock.now()
+            await work(self._seats, seconds)
+            seconds = clock.now() - began
+            await asyncio.sleep(self._model.handover_seconds)
+        else:
+            await asyncio.sleep(seconds + self._model.handover_seconds)
         before = self._version
         tally = _Tally(selection)
         outcomes = tuple(tally.outcome(member, before.number + index) for index, part in enumerate(parts) for member in part)

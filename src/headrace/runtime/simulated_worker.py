@@ -18,6 +18,7 @@ from headrace import clock
 from headrace.config import Settings
 from headrace.errors import HeadraceError, InvariantError, WorkerLostError
 from headrace.rollout.worker import ROOM_CHECK_SECONDS
+from headrace.runtime.simulated_cores import Seat
 from headrace.runtime.simulated_engine import Action, DecodeEngine
 from headrace.runtime.simulated_rollouts import SimulatedRollout, WaitingRollouts
 from headrace.runtime.time_model import TimeModel
@@ -43,9 +44,13 @@ class _Engine(Enum):
 class SimulatedWorker:
     """Implements roles.RolloutWorker. Made in the loop that it lives in."""
 
-    def __init__(self, name: str, *, settings: Settings, model: TimeModel) -> None:
+    def __init__(self, name: str, *, settings: Settings, model: TimeModel, seat: Seat | None = None) -> None:
+        """`seat`: where it shares a core with other devices."""
         self.name = name
         self.engine = DecodeEngine(model, max_running=settings.sampler.max_running)
+        self._seat = seat
+        if seat is not None:
+            seat.on_change = self._pace_changed
         self._settings, self._model = settings, model
         self._rollouts: dict[RolloutKey, SimulatedRollout] = {}
         self._waits = WaitingRollouts(settings.sampler.gather_seconds)
@@ -169,7 +174,7 @@ class SimulatedWorker:
                 self._timer = self._loop.call_later(self._model.pause_seconds, self._on_timer)
                 return
             self._take_up()
-        self._due_steps = self.engine.begin(now)
+        self._due_steps = self.engine.begin(now, 1 if self._seat is None else self._seat.slowdown_at_work)
         if self._due_steps:
             self._state = _Engine.RUNNING
             if self._answers and self.engine.num_running < self.engine.max_running:
@@ -180,6 +185,8 @@ class SimulatedWorker:
             self._idle_reason = "environment" if self._rollouts else "admission"
             if self._answers:
                 self._timer = self._loop.call_at(self._answers[0][0], self._on_timer)
+        if self._seat is not None:
+            self._seat.work(self._state is not _Engine.IDLE)
 
     def _take_up(self) -> None:
         self.engine.take_up(self._taking_up, self._model.pause_seconds)
@@ -200,12 +207,21 @@ class SimulatedWorker:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer, self._goes_on_soon = self._loop.call_soon(self._on_timer), True
-        elif self._state is _Engine.RUNNING and self._timer is not None:
+        else:
+            self._stop_at_next_step()
+
+    def _stop_at_next_step(self) -> None:
+        if self._state is _Engine.RUNNING and self._timer is not None:
             steps = self.engine.steps_done(clock.now()) + 1
             if steps < self._due_steps:
                 self._due_steps = steps
                 self._timer.cancel()
                 self._timer = self._loop.call_at(self.engine.time_of(steps), self._on_timer)
+
+    def _pace_changed(self) -> None:
+        """Another device of the core began or ended work: from the next step on this one is slower or faster."""
+        self._settle(clock.now())
+        self._stop_at_next_step()
 
     def _settle(self, now: float) -> None:
         """Counts what has been decoded, idled or answered by now; what is noticed between two steps waits for that."""

@@ -68,6 +68,8 @@ class TimeModel:
     """One sampler takes up an update: it decodes nothing."""
     dispatch_seconds: float = 0.0
     """From a worker's getting a rollout to the rollout's start: what the conductor and the wire take for it, at both its ends."""
+    num_cores: int | None = None
+    """Of the machine whose cores the devices share, as the local runtime pins them; None: every device has what it needs to itself."""
     report_seconds: float = 0.0
     """Between two reports of a worker at least: what finishes meanwhile goes in one."""
     heartbeat_seconds: float = 1.0
