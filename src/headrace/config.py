@@ -348,13 +348,10 @@ class GovernorSettings(Section):
         3, description="Updates in a row that miss a target before the bound is tightened; four times as many good ones loosen it.", ge=1
     )
     collapse_sample_size: float = Field(0.1, description="Effective sample size under which an update counts as collapsed.", ge=0, le=1)
-    collapse_kl: float = Field(1.0, description="KL(sampler || learner), nats a token, over which an update counts as collapsed.", gt=0)
-    collapse_updates: int = Field(10, description="Collapsed updates in a row that count as failure.", ge=1)
+    collapse_kl: float = Field(0.5, description="KL(sampler || learner), nats a token, over which an update counts as collapsed.", gt=0)
+    collapse_updates: int = Field(3, description="Collapsed updates in a row, batches without signal after one included, that count as failure.", ge=1)
     reward_drop: float | None = Field(
-        None,
-        description="Share of the gain in reward so far whose loss, as a mean over collapse_updates batches, counts as failure; none: reward is not judged.",
-        gt=0,
-        le=1,
+        None, description="Share of the gain in reward so far whose loss, as a mean over 10 batches, counts as failure; none: reward is not judged.", gt=0, le=1
     )
     on_failure: OnFailure = Field(
         OnFailure.STOP, description="stop: the run ends with the cause. skip: it goes on. roll_back: from the last good checkpoint with a lower learning rate."
@@ -372,7 +369,9 @@ class LimitSettings(Section):
     evaluate_seconds: float = Field(1800.0, description="For one evaluation.", gt=0)
     save_seconds: float = Field(600.0, description="For one checkpoint.", gt=0)
     stop_seconds: float = Field(5.0, description="For a role to end by itself; then it is killed.", gt=0)
-    max_restarts: int = Field(3, description="Restarts of each sampler, the evaluator and the learner within restart_window_seconds; one loss more ends the run.", ge=0)
+    max_restarts: int = Field(
+        3, description="Restarts of each sampler, the evaluator and the learner within restart_window_seconds; one loss more ends the run.", ge=0
+    )
     restart_window_seconds: float = Field(600.0, description="See max_restarts.", gt=0)
 
 

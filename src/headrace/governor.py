@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
+from statistics import fmean, median
 from typing import Any
 
 from headrace import events as ev
@@ -35,8 +36,11 @@ LOOSEN_PATIENCE = 4
 """Times governor.patience_updates: good updates in a row before the bound is raised."""
 MAX_CAUTION = 8
 """Times longer than that at most."""
-STANDARD_ERRORS = 6.0
+STANDARD_ERRORS = 4.0
 """A fall of the reward within so many is noise."""
+_STEPS = 256
+REWARD_BATCHES = 10
+"""Whose mean is the level of the reward."""
 RECENT_BATCHES = 3
 """Whose reward says whether a checkpoint is worth keeping."""
 MAX_SKIPPED = 10
@@ -91,17 +95,18 @@ class RewardWatch:
         state = state or {}
         self.first: float | None = state.get("first")
         self.best: float | None = state.get("best")
-        self._squares, self._count = float(state.get("squares", 0.0)), int(state.get("count", 0))
+        self._steps: deque[float] = deque(state.get("steps", ()), maxlen=_STEPS)
+        """How much batches in a row differed."""
 
     def state(self) -> dict[str, Any]:
-        return {"first": self.first, "best": self.best, "squares": self._squares, "count": self._count}
+        return {"first": self.first, "best": self.best, "steps": list(self._steps)}
 
     def seen(self, reward: float) -> None:
         if self._recent:
-            self._squares, self._count = self._squares + (reward - self._recent[-1]) ** 2, self._count + 1
+            self._steps.append(abs(reward - self._recent[-1]))
         self._recent.append(reward)
         if len(self._recent) == self._recent.maxlen:
-            level = _mean(self._recent)
+            level = fmean(self._recent)
             self.first = level if self.first is None else self.first
             self.best = level if self.best is None else max(self.best, level)
 
@@ -109,7 +114,7 @@ class RewardWatch:
         """What of the reward is gone for good, for people."""
         if len(self._recent) < (self._recent.maxlen or 0) or not self._below(len(self._recent)):
             return None
-        return f"the reward fell to {_mean(self._recent):.3g} over {len(self._recent)} batches, it had risen from {self.first:.3g} to {self.best:.3g}"
+        return f"the reward fell to {fmean(self._recent):.3g} over {len(self._recent)} batches, it had risen from {self.first:.3g} to {self.best:.3g}"
 
     def falling(self) -> bool:
         """The newest batches alone look like it."""
@@ -118,9 +123,9 @@ class RewardWatch:
     def _below(self, batches: int) -> bool:
         if self._drop is None or self.best is None or self.first is None or not batches:
             return False
-        # batches that do not depend on each other differ by sqrt(2) standard deviations
-        error = math.sqrt(self._squares / max(1, self._count) / 2 / batches)
-        return _mean(list(self._recent)[-batches:]) < self.best - max(self._drop * (self.best - self.first), STANDARD_ERRORS * error)
+        # batches that do not depend on each other differ by sqrt(2) standard deviations; the median is not moved by the fall itself
+        error = 1.4826 * median(self._steps) / math.sqrt(2 * batches) if self._steps else math.inf
+        return fmean(list(self._recent)[-batches:]) < self.best - max(self._drop * (self.best - self.first), STANDARD_ERRORS * error)
 
 
 class Governor:
@@ -142,11 +147,13 @@ class Governor:
         )
         if self._loop.bound < settings.max_staleness:
             pool.bound_staleness(self._loop.bound)
-        self._reward = RewardWatch(drop=self._rules.reward_drop, batches=self._rules.collapse_updates, state=state.get("reward"))
+        self._reward = RewardWatch(drop=self._rules.reward_drop, batches=REWARD_BATCHES, state=state.get("reward"))
         self._refused = self._collapsed = 0
         self._refused_of: deque[bool] = deque(maxlen=4 * self._max_refused)
         self._flushed_batches = 0
         self._saved = self._holds_back = False
+        self._max_empty, self._empty_rewards = settings.run.max_empty_batches, list[float]()
+        self._rewards = list(state.get("rewards", (0, 0.0)))
 
     # --- what happened ----------------------------------------------------------------------------------------------------
 
@@ -156,13 +163,21 @@ class Governor:
         if result.statistics is not None:
             self._judge(result.version_after, result.statistics)
         self._reward.seen(reward_mean)
+        self._rewards = [self._rewards[0] + 1, self._rewards[1] + reward_mean]
+        self._empty_rewards.clear()
         self._judge_failure(result)
 
     def empty(self, version: PolicyVersion, reward_mean: float) -> None:
-        """A batch without signal was passed over: its reward counts all the same. Raises as `updated`."""
+        """A batch without signal was passed over: its reward counts all the same, and a policy that collapsed has not come back. Raises as `updated`."""
         self._reward.seen(reward_mean)
+        self._collapsed += bool(self._collapsed)
+        self._judge_collapse(version, None)
         if (reason := self._reward.lost()) is not None:
             self._fail(version, reason)
+        self._empty_rewards.append(reward_mean)
+        before = self._rewards[1] / max(1, self._rewards[0])
+        if len(self._empty_rewards) >= self._max_empty and self._rewards[0] and fmean(self._empty_rewards) < before:
+            self._fail_empty(version, before)
 
     def lets_save(self, version: PolicyVersion) -> bool:
         """Whether the weights are worth going back to. Only where the run may go back by itself are others left unsaved."""
@@ -177,7 +192,7 @@ class Governor:
     def saved(self) -> dict[str, Any]:
         """A checkpoint is made: what it keeps of the governor."""
         self._saved = True
-        return {"bound": self._loop.bound, "caution": self._loop.caution, "reward": self._reward.state()}
+        return {"bound": self._loop.bound, "caution": self._loop.caution, "reward": self._reward.state(), "rewards": self._rewards}
 
     # --- judgements -------------------------------------------------------------------------------------------------------
 
@@ -218,12 +233,17 @@ class Governor:
                 count, of = sum(self._refused_of), len(self._refused_of)
                 self._refused_of.clear()
                 return self._fail(version, f"{count} of the last {of} updates were refused: {last}")
-        if self._collapsed >= self._rules.collapse_updates:
-            count, self._collapsed = self._collapsed, 0
-            limits = f"effective sample size {self._rules.collapse_sample_size:g} or KL {self._rules.collapse_kl:g}"
-            return self._fail(version, f"{count} updates in a row were beyond {limits}", result.statistics)
+        self._judge_collapse(version, result.statistics)
         if (reason := self._reward.lost()) is not None:
             self._fail(version, reason, result.statistics)
+
+    def _judge_collapse(self, version: PolicyVersion, statistics: UpdateStatistics | None) -> None:
+        if self._collapsed < self._rules.collapse_updates:
+            return
+        count, self._collapsed = self._collapsed, 0
+        limits = f"effective sample size {self._rules.collapse_sample_size:g} or KL {self._rules.collapse_kl:g}"
+        batches = "updates in a row were" if statistics is not None else "batches in a row were without signal or"
+        self._fail(version, f"{count} {batches} beyond {limits}", statistics)
 
     def _ill(self) -> str | None:
         if self._refused:
@@ -245,6 +265,12 @@ class Governor:
                 remedy="Lower learner.learning_rate or pool.max_staleness, start from an earlier checkpoint, or set governor.on_failure = 'roll_back'.",
             )
 
+    def _fail_empty(self, version: PolicyVersion, before: float) -> None:
+        """The policy solves nothing any more. Where the run may not go back, setbacks.py ends it with the same cause."""
+        if self._rules.on_failure is OnFailure.ROLL_BACK:
+            count, now = len(self._empty_rewards), fmean(self._empty_rewards)
+            self._fail(version, f"{count} batches in a row held no group with different rewards, their mean is {now:.3g}, it had been {before:.3g}")
+
     def _emit(self, action: Action, version: PolicyVersion, reason: str, statistics: UpdateStatistics | None = None) -> None:
         self._events.emit(
             ev.Governed(
@@ -257,7 +283,3 @@ class Governor:
                 kl_sampler_learner=None if statistics is None else statistics.kl_sampler_learner,
             )
         )
-
-
-def _mean(values: deque[float] | list[float]) -> float:
-    return sum(values) / len(values)
