@@ -83,7 +83,7 @@ def test_any_rank_of_a_synchronous_colocated_run_may_be_killed(run_letters: RunL
     ranks = ("run.mode=sync", "run.placement=colocated", "run.num_samplers=2", "run.num_learner_ranks=2")
     run = run_letters(*SETTINGS, *ranks, "checkpoint.every_updates=4", subscribers=[Hits((10, name, signal.SIGKILL))])
     check(run, returns=1)
-    assert run.named("run_resumed")[0]["resumed_from_update"] == 8
+    assert run.named("run_resumed")[0]["resumed_from_update"] >= 8, "a rank that is left may still save where the run stands"
     check_nothing_is_left(before)
 
 
