@@ -31,6 +31,7 @@ from headrace.learner import batch as batch_module
 from headrace.learner.core import LearnerRank, learning_rate
 from headrace.learner.forward import SelectiveForward
 from headrace.learner.guard import LEAST
+from headrace.manifest import write_manifest
 from headrace.types import EndReason, PolicyVersion, RolloutKey
 from headrace.updates import UpdateResult, WeightUpdate
 
@@ -478,6 +479,23 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(model_path: Path, t
     with pytest.raises(CheckpointError, match="not a whole learner checkpoint"):
         other.load(tmp_path / "c")
     assert same(before, weights(other)) and other.version == PolicyVersion(0, 0)
+
+
+def test_what_rollbacks_made_of_the_learning_rate_is_in_the_checkpoint(model_path: Path, tmp_path: Path) -> None:
+    plain, slower = make_rank(model_path), make_rank(model_path)
+    slower.learning_rate_factor = 0.25
+    slower.save(tmp_path / "c")
+    loaded = make_rank(model_path)
+    loaded.load(tmp_path / "c")
+    rates = [rank.learn(make_selection(mixed_trajectories(4))).statistics.learning_rate for rank in (plain, slower)]  # type: ignore[union-attr]
+    assert rates[1] == 0.25 * rates[0] and loaded.learning_rate_factor == 0.25
+    facts = json.loads((tmp_path / "c/learner.json").read_text())
+    del facts["learning_rate_factor"]  # of a headrace that knew none
+    (tmp_path / "c/learner.json").write_text(json.dumps(facts))
+    (tmp_path / "c/manifest.json").unlink()
+    write_manifest(tmp_path / "c")
+    loaded.load(tmp_path / "c")
+    assert loaded.learning_rate_factor == 1.0
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Path) -> None:
