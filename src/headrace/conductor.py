@@ -165,6 +165,7 @@ class Conductor:
             except (WorkerLostError, WaitTimeoutError) as error:
                 report = await self._replace(state, error)
             self.pool.report_generated(report.worker, report.generated_tokens)
+            self.pool.rejected(report.rejected)
             for finished in report.finished:
                 await self._add(finished, state)
             self._note(state, report)

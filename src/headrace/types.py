@@ -540,6 +540,8 @@ class WorkerReport:
     activity: WorkerActivity | None
     parked: tuple[RolloutKey, ...] = ()
     """Long rollouts that wait for short work to leave them a slot (DESIGN section 7)."""
+    rejected: tuple[RolloutKey, ...] = ()
+    """Rollouts whose verification rejected a token since the last report: they are sampled again from there."""
 
 
 def check_spans(spans: Sequence[VersionSpan], start: int, end: int) -> None:

@@ -32,6 +32,8 @@ class Group:
     """Back and not taken."""
     verifying: dict[int, FinishedRollout] = field(default_factory=dict)
     """With their worker again; what it delivered before is kept and stands if the worker is lost."""
+    redrawing: set[int] = field(default_factory=set)
+    """Of `verifying`: rejected, and sampled again from there, which lasts. The others are served meanwhile; these are late."""
     taken: dict[int, FinishedRollout] = field(default_factory=dict)
     """With the learner."""
     taken_slots: int = 0
@@ -43,7 +45,7 @@ class Group:
     workers: dict[int, str] = field(default_factory=dict)
     """Member -> the worker that delivered it and can verify it."""
     rewards: dict[int, float] = field(default_factory=dict)
-    """Of every good member known, those trained already included; a member that is verified has none meanwhile."""
+    """Of every good member known, those trained already included; of a member that is verified as it had been delivered."""
     marked: set[int] = field(default_factory=set)
     """Members that are key as a whole (marks.min_advantage)."""
     signal: bool = False
@@ -61,11 +63,17 @@ class Group:
 
     @property
     def ready(self) -> bool:
-        """May be served: somebody is there, nobody is being verified, and nobody is out unless a quorum with signal is there.
+        """May be served: somebody is there, nobody is being checked, and nobody is out unless a quorum with signal is there.
 
-        A quorum without signal waits for the others: they may bring it.
+        A quorum without signal waits for the others: they may bring it. Nobody waits for members that are redrawn: where the policy has
+        just changed its mind many are, and what the others say of it would reach the learner too late.
         """
-        return bool(self.finished) and not self.verifying and self._enough
+        return bool(self.finished) and not self.being_checked and self._enough
+
+    @property
+    def being_checked(self) -> bool:
+        """Some member is verified, and nothing of it has been rejected yet."""
+        return len(self.verifying) > len(self.redrawing)
 
     @property
     def prepared(self) -> bool:
@@ -74,7 +82,7 @@ class Group:
 
     @property
     def _enough(self) -> bool:
-        return not self.in_flight or self.released or (self.signal and len(self.rewards) + len(self.verifying) >= self.quorum)
+        return not self.in_flight or self.released or (self.signal and len(self.rewards) >= self.quorum)
 
     @property
     def waiting(self) -> bool:
@@ -118,8 +126,12 @@ class Group:
         """It is verified: its worker has it again. What its reward marked stays marked, so that no deadline moves forward."""
         finished = self.verifying[member] = self.finished.pop(member)
         self.issued_seconds[member] = time
-        del self.rewards[member]
         return finished
+
+    def back_from_verification(self, member: int) -> FinishedRollout:
+        """What it had delivered before."""
+        self.redrawing.discard(member)
+        return self.verifying.pop(member)
 
     def take(self, slots: int) -> tuple[int, ...]:
         """At most so many slots go to the learner: finished members in order, then lost ones. Returns the members."""

@@ -111,7 +111,8 @@ class Members:
                 group.marked.discard(member)
             key_steps = group.key_steps(member, summary)
             self.ledger.redelivered(summary, before.summary, worker, key_steps=key_steps, key_steps_before=key_steps_before)
-            del group.verifying[member]
+            group.back_from_verification(member)
+            del group.rewards[member]
             group.refresh()
         del group.issued_seconds[member]
         retry = None
@@ -130,11 +131,18 @@ class Members:
         complete = self._settle(group, str(summary.end_reason))
         return AddResult(task=group.task, retry=retry, group_complete=complete, verified=before is not None)
 
+    def rejected(self, key: RolloutKey) -> None:
+        """A member that is verified is sampled again: the others of its group need not wait for it."""
+        group = self.groups.get(key.group_id)
+        if group is not None and key.member in group.verifying and group.verifying[key.member].summary.key == key:
+            group.redrawing.add(key.member)
+            self._settle(group, "")
+
     def worker_lost(self, worker: str, keys: Sequence[RolloutKey]) -> tuple[AddResult, ...]:
         """`keys` and whatever it was verifying; in the order of `keys`."""
         restored = [(group, member) for group in self.groups.values() for member in sorted(group.verifying) if group.workers[member] == worker]
         for group, member in restored:
-            finished = group.verifying.pop(member)
+            finished = group.back_from_verification(member)
             del group.issued_seconds[member]
             self.ledger.restored(finished.summary, worker)
             group.accept(finished, worker)
@@ -160,7 +168,7 @@ class Members:
     def _settle(self, group: Group, end: str) -> bool:
         """After a member came back: the group may be ready now, or leave. True when none of its members is out."""
         complete = not group.in_flight and not group.verifying
-        if complete or group.quorum < group.size:
+        if complete or group.redrawing or group.quorum < group.size:
             group.signal = self.has_signal(group)
         if group.ready and group.completion < 0:
             group.completion = self.next_completion

@@ -19,7 +19,7 @@ Payloads stay opaque bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.clock import now
@@ -161,7 +161,7 @@ class ExperiencePool:
     def _counted_slots(self) -> int:
         """Started and not retired, trajectories."""
         groups = self.members.groups.values()
-        if self._settings.pool.quorum is None and not any(self._parked.values()):
+        if self._settings.pool.quorum is None and not self._verification.on and not any(self._parked.values()):
             return len(groups) * self._group_size  # whole groups only: the usual case, without looking at each
         if not self._spares_long_ones:
             return sum(group.taken_slots + group.waiting_slots for group in groups)
@@ -184,6 +184,11 @@ class ExperiencePool:
         self._sampler_version = max(self._sampler_version, sampler_version or self._sampler_version)
         if before != (self._learner_version, self._sampler_version):
             self._wake()
+
+    def rejected(self, keys: Iterable[RolloutKey]) -> None:
+        """Rollouts that are verified and are sampled again from a rejected token: nobody waits for them."""
+        for key in keys:
+            self.members.rejected(key)
 
     def observe_worker(self, worker: str, *, version: PolicyVersion, parked: Collection[RolloutKey] = ()) -> None:
         """What a worker reports: its weights, which it can verify under, and its parked rollouts, which give room to others."""
@@ -403,8 +408,8 @@ class ExperiencePool:
     def waiting_text(self, learner_version: PolicyVersion) -> str:
         """Why take waits: "3 of 8 groups ready; the oldest rollout has been out for 41 s"."""
         version, waiting = max(learner_version.number, self._next_version()), self._waiting()
-        count = -(-self._batch_slots(waiting) // self._group_size)
-        return describe_wait(waiting, self._chooser, count=count, version=version, time=now())
+        slots = self._batch_slots(waiting)
+        return describe_wait(waiting, self._chooser, slots=slots, group_size=self._group_size, version=version, time=now())
 
     def _wake(self) -> None:
         """Everybody who waits looks again."""

@@ -180,7 +180,7 @@ class _Restoring:
         pool, self.num_void, self.num_lost = self._pool, 0, 0
         for group in pool.members.groups.values():
             for member in sorted(group.verifying):  # as it had been delivered
-                finished = group.finished[member] = group.verifying.pop(member)
+                finished = group.finished[member] = group.back_from_verification(member)
                 group.rewards[member] = finished.summary.reward
                 pool.ledger.restored(finished.summary, group.workers[member])
         for worker in pool.ledger.workers:

@@ -65,10 +65,12 @@ def measure(groups: Sequence[Group], *, max_groups: int, version: int, num_deliv
     )
 
 
-def describe_wait(groups: Sequence[Group], chooser: Chooser, *, count: int, version: int, time: float) -> str:
-    """For people: how many groups of the batch are there, who is missing and for how long."""
-    ready = sum(group.ready and not chooser.verification.due(group, version) for group in groups)
-    text = f"{min(ready, count)} of {count} groups ready"
+def describe_wait(groups: Sequence[Group], chooser: Chooser, *, slots: int, group_size: int, version: int, time: float) -> str:
+    """For people: how much of a batch of `slots` is there, in groups, who is missing and for how long."""
+    ready_slots = sum(group.ready_slots for group in groups if group.ready and not chooser.verification.due(group, version))
+    count = -(-slots // group_size)
+    ready = count if ready_slots >= slots else ready_slots // group_size  # some groups are there in part
+    text = f"{ready} of {count} groups ready"
     if verifying := sum(len(group.verifying) for group in groups):
         text += f", {verifying} rollout{'s' if verifying > 1 else ''} being verified"
     issued = [seconds for group in groups for seconds in group.issued_seconds.values()]

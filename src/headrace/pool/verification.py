@@ -46,8 +46,8 @@ class Verification:
         ]
 
     def _pays(self, group: Group, member: int, version: int) -> bool:
-        """Nobody else of its group is out, or it is old enough to be checked before they are back."""
-        if not (group.verifying or group.in_flight):
+        """Its group waits for nobody else, or it is old enough to be checked before they are back."""
+        if not (group.being_checked or group.in_flight):
             return True
         summary = group.finished[member].summary
         return self._is_old(summary, version, self._after * 2**summary.round)

@@ -31,20 +31,25 @@ class BrokenPromiseError(HeadraceError):
     """An environment said that it is replayable, and answered differently."""
 
 
-async def verify(rollout: Rollout, delivered: Trajectory, rule: VerifyRule, progress: RolloutProgress, warn: Callable[[str], None]) -> Trajectory:
-    """`warn` hears why a verification could not be made. Raises only when it is cancelled from outside (the worker ends) or headrace has a bug."""
+async def verify(
+    rollout: Rollout, delivered: Trajectory, rule: VerifyRule, progress: RolloutProgress, *, warn: Callable[[str], None], on_rejected: Callable[[], None]
+) -> Trajectory:
+    """`warn` hears why a verification could not be made, `on_rejected` that the rollout is sampled again from a rejected token.
+
+    Raises only when it is cancelled from outside (the worker ends) or headrace has a bug.
+    """
     rollout.progress = progress
-    verification = _Verification(rollout, delivered, rule, warn)
+    verification = _Verification(rollout, delivered, rule, warn, on_rejected)
     end_reason, error = await rollout.bounded(verification.run)
     return verification.trajectory(end_reason, error)
 
 
 class _Verification:
-    def __init__(self, rollout: Rollout, delivered: Trajectory, rule: VerifyRule, warn: Callable[[str], None]) -> None:
+    def __init__(self, rollout: Rollout, delivered: Trajectory, rule: VerifyRule, warn: Callable[[str], None], on_rejected: Callable[[], None]) -> None:
         self._rollout = rollout
         self._delivered = delivered
         self._rule = rule
-        self._warn = warn
+        self._warn, self._on_rejected = warn, on_rejected
         self._accepted = False
         """Every checked token stands."""
         self._is_cut = False
@@ -70,6 +75,7 @@ class _Verification:
             self._accepted = True
             return delivered.end_reason
         self._cut(result)
+        self._on_rejected()
         return await rollout.go_on()
 
     def trajectory(self, end_reason: EndReason, error: str | None) -> Trajectory:

@@ -18,6 +18,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headrace import clock
 from headrace.config import Settings
@@ -81,6 +82,7 @@ class RolloutWorkerCore:
         self._unverified: str | None = None
         """Why a verification could not be made, the last time."""
         self._finished: list[FinishedRollout] = []
+        self._rejected: list[RolloutKey] = []
         self._changed = asyncio.Event()
         self._changed.set()  # the first report tells the room
         self._stop = asyncio.Event()
@@ -159,6 +161,7 @@ class RolloutWorkerCore:
         if not self._ended.is_set():
             self._changed.clear()
         finished, self._finished = tuple(self._finished), []
+        rejected, self._rejected = tuple(self._rejected), []
         self._reported_room = self._room()
         return WorkerReport(
             worker=self.name,
@@ -170,6 +173,7 @@ class RolloutWorkerCore:
             longest_wait=self._longest_wait(),
             activity=self._sampler.take_activity() if self._activity_is_due() else None,
             parked=self._sampler.parked,
+            rejected=rejected,
         )
 
     def report_soon(self) -> None:
@@ -219,7 +223,10 @@ class RolloutWorkerCore:
     async def _verify_one(self, in_flight: _InFlight) -> None:
         assert self._rule is not None
         delivered = self._delivered[in_flight.request.key]
-        trajectory = await refresh.verify(delivered.rollout, delivered.trajectory, self._rule, in_flight.progress, self._note_unverified)
+        rejected = partial(self._note_rejected, in_flight.request.key)
+        trajectory = await refresh.verify(
+            delivered.rollout, delivered.trajectory, self._rule, in_flight.progress, warn=self._note_unverified, on_rejected=rejected
+        )
         self._deliver(delivered.rollout, trajectory)
 
     def _deliver(self, rollout: Rollout, trajectory: Trajectory) -> None:
@@ -254,6 +261,10 @@ class RolloutWorkerCore:
             delivered.rollout.close()
         if self._rule is not None:
             self._sampler.forget(key)
+
+    def _note_rejected(self, key: RolloutKey) -> None:
+        self._rejected.append(key)
+        self._changed.set()
 
     def _note_unverified(self, reason: str) -> None:
         if reason != self._unverified:

@@ -99,6 +99,53 @@ def test_tokens_and_key_steps_under_verification_are_in_flight_and_come_back_or_
     run_virtual(main())
 
 
+def test_nobody_waits_for_a_member_that_is_sampled_again_and_its_old_reward_stays_in_the_baseline() -> None:
+    async def main() -> None:
+        b = begun(verify_after=0)
+        await b.advance_to(1)
+        b.worker_at(1)
+        b.deliver(0, key_versions={0: 3}, versions={})
+        assert set(b.pool.due_for_verification()["w"]) == set(b.groups[0].keys)
+        first, second = b.groups[0].keys
+        b.pool.add(finished(first, versions={}, key_versions={1: 3}, round=1), worker="w")
+        b.pool.rejected([second])
+        other = len(b.groups)
+        b.groups.append(b._reserve(1))
+        b.deliver(other, versions={1: 1})
+        selection = await b.take(1)
+        assert [member.summary.key for member in selection.members] == [first, b.groups[other].keys[0]]
+        assert selection.group_rewards[0] == (0.0, 1.0)
+        b.learn(selection, 1)
+        b.report(3)
+        late = finished(second, versions={}, key_versions={2: 3}, round=1, refreshed=3, refreshed_key_steps=1, reward=0.5)
+        assert b.pool.add(late, worker="w").verified
+        selection = await b.take(2)
+        assert second in [member.summary.key for member in selection.members]
+        assert selection.group_rewards[0] == (0.0, 0.5)
+        b.learn(selection, 2)
+        b.ledger("key_steps")
+
+    run_virtual(main())
+
+
+def test_a_group_waits_while_any_of_its_members_is_still_being_checked() -> None:
+    async def main() -> None:
+        b = begun(verify_after=0)
+        await b.advance_to(1)
+        b.worker_at(1)
+        b.deliver(0, key_versions={0: 3}, versions={})
+        b.pool.due_for_verification()
+        first, second = b.groups[0].keys
+        assert await b.try_take(1) is None
+        b.pool.rejected([second])
+        b.pool.rejected([RolloutKey(0, 0, 1), RolloutKey(77, 0, 0)])  # an attempt that is not out, a group that is not there
+        assert await b.try_take(1) is None
+        b.pool.rejected([first])  # nobody is left to be served
+        assert await b.try_take(1) is None
+
+    run_virtual(main())
+
+
 def test_a_rollout_that_fails_after_its_cut_fails_as_usual_and_is_tried_again() -> None:
     async def main() -> None:
         b = begun(verify_after=0)
