@@ -84,6 +84,12 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def periodic_seconds(age_seconds: float) -> float:
+    """Between two of the event log's periodic lines in a run of that age: a second in its first hour, then longer and longer, at most ten.
+    So a weekend's log is about a tenth as long, and still says what goes on."""
+    return min(10.0, max(1.0, age_seconds / 3600.0))
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     name: str | Callable[[], str]

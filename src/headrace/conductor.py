@@ -29,7 +29,7 @@ from pathlib import Path
 
 from headrace import events as ev
 from headrace.checkpointing import Checkpoints, RepeatingSource, Restore, go_on
-from headrace.clock import Waits, now
+from headrace.clock import Waits, now, periodic_seconds
 from headrace.config import Settings, Verify
 from headrace.errors import HeadraceError, WaitTimeoutError, WorkerLostError, first_error
 from headrace.evaluation import evaluated, evaluation_requests
@@ -44,8 +44,6 @@ from headrace.supervision import Restart, Supervision, watch_waits
 from headrace.types import FinishedRollout, PolicyVersion, RolloutKey, RolloutRequest, SamplingParameters, Task, WorkerReport
 from headrace.updates import Selection, UpdateResult
 from headrace.workers import Workers, WorkerState
-
-_LEVELS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class Conductor:
         self._due: asyncio.Queue[PolicyVersion] = asyncio.Queue()
         self._setbacks = Setbacks(settings)
         self.governor = Governor(settings, self.pool, events, restore=restore)
-        self._levels_due = 0.0
+        self._began_seconds, self._levels_due = now(), 0.0
         self._in_hand: Selection | None = None  # learned, until it is retired
 
     async def run(self) -> None:
@@ -306,7 +304,7 @@ class Conductor:
         if report.activity is not None:
             self.events.emit(ev.WorkerActive(role=report.worker, in_flight=report.in_flight, activity=report.activity, longest_wait=report.longest_wait))
         if now() >= self._levels_due:
-            self._levels_due = now() + _LEVELS_SECONDS
+            self._levels_due = now() + periodic_seconds(now() - self._began_seconds)
             self.events.emit(ev.PoolLevels.of(self.pool.statistics(), waits=self.waits.current()))
 
     def _learned(self, selection: Selection, result: UpdateResult, *, away_seconds: float = 0.0, finished_seconds_ago: float = 0.0) -> None:

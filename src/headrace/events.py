@@ -272,7 +272,7 @@ class WeightsAcknowledged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerActive(Event):
-    """Aggregated decode work of one worker (about one a second)."""
+    """Aggregated decode work of one worker (about one a second, see clock.periodic_seconds)."""
 
     name: ClassVar[str] = "worker_active"
     in_flight: int
@@ -283,7 +283,7 @@ class WorkerActive(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLevels(Event):
-    """About one a second: what is out, what is pooled, and who waits. The fields of pool.statistics.PoolStatistics."""
+    """About one a second, see clock.periodic_seconds: what is out, what is pooled, and who waits. The fields of pool.statistics.PoolStatistics."""
 
     name: ClassVar[str] = "pool"
     max_groups: int
@@ -474,16 +474,24 @@ class EventLog:
 
     @classmethod
     def reopened(cls, path: Path, clock: Callable[[], float]) -> EventLog:
-        """Goes on with the log of a run that is over: time goes on from its last whole line, a torn one is cut off."""
+        """Goes on with the log of a run that is over: time goes on from its last whole line, a torn one is cut off.
+
+        Raises RunDirectoryError, having changed nothing, when that line cannot be read.
+        """
         last, num_bytes = b"", 0
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     last, num_bytes = line, num_bytes + len(line)
+        try:
+            seconds = float(json.loads(last)["time"]) if last else None
+        except (ValueError, LookupError, TypeError) as error:
+            remedy = "Cut off what is no event at its end, or restore the file; checkpoints and journal are not touched."
+            raise RunDirectoryError(f"{path}: the event log is damaged: its last line is no event ({error}).", remedy=remedy) from error
         os.truncate(path, num_bytes)
         log = cls(path, clock)
-        if last:
-            log._start = clock() - float(json.loads(last)["time"])
+        if seconds is not None:
+            log._start = clock() - seconds
         return log
 
     def subscribe(self, subscriber: Callable[[dict[str, Any]], None]) -> None:
@@ -543,13 +551,15 @@ class EventFollower:
                 yield json.loads(line)
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of an events file, also of one still being written: a torn last line is left out."""
+def read_events(path: Path, *, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Lines of an events file, also of one still being written: a torn last line is left out. Events named in `without` cost next to nothing."""
+    skipped = tuple(f'{{"event":"{name}",' for name in without)
     with path.open(encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 return
-            yield json.loads(line)
+            if not line.startswith(skipped):
+                yield json.loads(line)
 
 
 def _cut_torn_line(path: Path, file: IO[bytes]) -> None:

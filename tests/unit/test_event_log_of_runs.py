@@ -14,7 +14,8 @@ from fakes.made_events import evaluated
 from fakes.rollouts import scripted_task
 from fakes.runs import ScriptedRun, run_settings
 from headrace import events as ev
-from headrace.clock import run_virtual
+from headrace.clock import periodic_seconds, run_virtual
+from headrace.errors import RunDirectoryError
 from headrace.events import EventFollower, EventLog, read_events
 from headrace.pool.statistics import PoolStatistics
 from headrace.types import WorkerActivity
@@ -63,6 +64,22 @@ def test_pool_levels_come_about_once_a_second_and_agree_with_the_admission() -> 
     for line in levels:
         assert line["outstanding_groups"] == line["waiting_groups"] + line["ready_groups"] + line["taken_groups"] <= line["max_groups"]
     assert any(line["taken_groups"] for line in levels)
+
+
+def test_periodic_lines_thin_out_as_a_run_grows_old_and_still_account_for_every_second() -> None:
+    hours = 3.0
+    tasks = [scripted_task(f"task-{index}", answers=2, wait_seconds=60.0, reward=index % 2) for index in range(3)]
+    run = ScriptedRun(settings=run_settings(num_updates=int(hours * 3600 / 60), max_staleness=1), tasks=tasks, learn_seconds=1.0)
+    run_virtual(run.run())
+    end = run.log.lines[-1]["time"]
+    assert end > (hours - 1) * 3600
+    for name in ("worker_active", "pool"):
+        lines = [line for line in run.log.named(name) if line["event"] == name]
+        by_hour = [sum(3600 * hour <= line["time"] < 3600 * (hour + 1) for line in lines) for hour in range(int(end // 3600))]
+        assert 1800 < by_hour[0] <= 3700 and by_hour[-1] < 0.7 * by_hour[0], (name, by_hour)
+    seconds = sum(line["activity"]["seconds"] for line in run.log.named("worker_active"))
+    assert seconds == pytest.approx(end, rel=0.01)
+    assert [periodic_seconds(3600.0 * age) for age in (0, 1, 2.5, 10, 60)] == [1.0, 1.0, 2.5, 10.0, 10.0]
 
 
 def test_waits_that_outlast_a_heartbeat_are_named_within_a_second() -> None:
@@ -165,3 +182,20 @@ def test_file_that_holds_nothing_but_half_a_line_starts_anew(tmp_path: Path) -> 
     log.emit(evaluated(2, 0.5))
     log.close()
     assert [line["version"] for line in read_events(path)] == [2]
+
+
+def test_a_log_whose_last_line_is_no_event_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event":"run_started","time":0.0}\n' + b"\0" * 20 + b"\n")
+    before = path.read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"events\.jsonl: the event log is damaged: its last line is no event"):
+        EventLog.reopened(path, lambda: 0.0)
+    assert path.read_bytes() == before
+
+
+def test_events_that_nobody_asks_for_are_skipped_unread(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(
+        '{"event":"pool","time":1}\n{"event":"rollout_finished", no JSON at all}\n{"event":"rollout_finished","time":2}\n'.replace('finished", ', 'finished",')
+    )
+    assert [line["event"] for line in read_events(path, without=("rollout_finished",))] == ["pool"]

@@ -108,7 +108,9 @@ def train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], 
             output.say_error(failure)
         finally:
             end_forkserver()
-    events = list(read_events(directory / "events.jsonl")) if (directory / "events.jsonl").exists() else []
+    log = directory / "events.jsonl"
+    # most lines of a long run are of single rollouts, which neither picture nor summary looks at
+    events = list(read_events(log, without=("rollout_finished", "group_reserved"))) if log.exists() else []
     if events and code != ConfigError.exit_code:  # a run that never started has nothing to show
         print(end_picture(events, directory, width=output.width), file=output.people)
     if status == "interrupted":

@@ -39,8 +39,6 @@ from headrace.updates import WeightUpdate
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-ACTIVITY_SECONDS = 1.0
-"""Decode work is aggregated over at least this long."""
 ROOM_CHECK_SECONDS = 0.05
 """Room that opens because rollouts wait is reported at most this often."""
 RESET_SECONDS = 1.0
@@ -97,11 +95,12 @@ class RolloutWorkerCore:
         self._room_check: asyncio.TimerHandle | None = None
         self._reported_room = 0
         self._activity_seconds: float | None = None
+        self._began_seconds = 0.0
         self._was_at_work = False
 
     async def run(self) -> None:
         """Serves until `stop`. Ends every rollout and the user's processes before it returns, however it ends."""
-        self._activity_seconds = clock.now()
+        self._activity_seconds = self._began_seconds = clock.now()
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -329,7 +328,7 @@ class RolloutWorkerCore:
 
     def _activity_is_due(self) -> bool:
         time = clock.now()
-        if self._activity_seconds is None or (time - self._activity_seconds < ACTIVITY_SECONDS and not self._ended.is_set()):
+        if self._activity_seconds is None or (time - self._activity_seconds < clock.periodic_seconds(time - self._began_seconds) and not self._ended.is_set()):
             return False
         self._activity_seconds = time
         self._was_at_work = bool(self._rollouts)
