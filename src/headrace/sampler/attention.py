@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ _SMALLEST_WINDOW = 128
 _FEW_KEYS = 2**14
 """Rows x longest context. Up to it short rows of whatever contexts are one group: padding costs less than a second group, and only
 steps of one group are recorded (recorded.py)."""
+_QUERIES = np.arange(SHORT_TOKENS)
 
 
 class LayerShape(NamedTuple):
@@ -136,9 +138,13 @@ told_to_attention: ContextVar[list[tuple[int, int | None]]] = ContextVar("told_t
 
 def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
     """Packs rows: `new_tokens[r]` follow `starts[r]` tokens that slot `slots[r]` already holds."""
-    if (max(starts) + 1) * len(starts) <= _FEW_KEYS and max(map(len, new_tokens)) == 1:
-        return _decode_plan(new_tokens, starts, slots, device)
-    lengths_R = np.fromiter(map(len, new_tokens), np.int64, len(new_tokens))
+    lengths = [len(tokens) for tokens in new_tokens]
+    longest, num_keys = max(lengths), max(map(add, starts, lengths))
+    if longest <= SHORT_TOKENS and num_keys * len(starts) <= _FEW_KEYS:
+        if longest == 1:
+            return _decode_plan(new_tokens, starts, slots, num_keys, device)
+        return _short_plan(new_tokens, starts, slots, lengths, num_keys, device)
+    lengths_R = np.array(lengths, np.int64)
     starts_R, slots_R = np.array(starts, np.int64), np.array(slots, np.int64)
     members = _group_rows(lengths_R, starts_R)
     identity = len(members) == 1
@@ -160,21 +166,46 @@ def make_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots:
     return BatchPlan(packed_on_device[0:1], packed_on_device[1:2], packed_on_device[2], torch.from_numpy(last_R).to(device), groups, num_tokens)
 
 
-def _decode_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], device: torch.device) -> BatchPlan:
-    """One new token a row and short contexts, the most frequent step by far: the same plan with less work."""
+def _decode_plan(new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], num_keys: int, device: torch.device) -> BatchPlan:
+    """One new token a row and short contexts: the same plan with less work."""
     num_rows = len(starts)
     packed = torch.from_numpy(np.array(([tokens[0] for tokens in new_tokens], starts, slots, range(num_rows)), np.int64)).to(device)
     _, positions, slots_R, last_R = packed.unbind()
-    keys_L = torch.arange(max(starts) + 1, device=device)
+    keys_L = torch.arange(num_keys, device=device)
     group = RowGroup(0, num_rows, slots_R, positions[:, None], keys_L, single=True, fused=False, pad_RQ=None, unpad_N=None)
     return BatchPlan(packed[0:1], packed[1:2], slots_R, last_R, [group], num_rows)
+
+
+def _short_plan(
+    new_tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int], lengths: Sequence[int], num_keys: int, device: torch.device
+) -> BatchPlan:
+    """Few new tokens a row and short contexts, one group: the same plan with less work, all its numbers in one transfer."""
+    lengths_R, starts_R, slots_R = np.array((lengths, starts, slots), np.int64)
+    num_rows, num_queries = len(lengths), max(lengths)
+    queries_Q, ends_R = _QUERIES[:num_queries], lengths_R.cumsum()
+    tokens_N = np.array([*chain.from_iterable(new_tokens)], np.int64)
+    if min(lengths) == num_queries:
+        positions = positions_N = (starts_R[:, None] + queries_Q).ravel()
+        pads = []
+    else:
+        lengths_R1 = lengths_R[:, None]
+        inside_RQ = np.minimum(queries_Q, lengths_R1 - 1)
+        positions = (starts_R[:, None] + inside_RQ).ravel()
+        unpad_N = (queries_Q < lengths_R1).ravel().nonzero()[0]
+        positions_N, pads = positions[unpad_N], [((ends_R - lengths_R)[:, None] + inside_RQ).ravel(), unpad_N]
+    parts = [tokens_N, positions_N, slots_R.repeat(lengths_R), ends_R - 1, slots_R, positions, *pads]
+    on_device = torch.from_numpy(np.concatenate(parts)).to(device).split_with_sizes([part.size for part in parts])
+    tokens, positions, slots_of_tokens, last, slots_of_rows, padded = on_device[:6]
+    pad, unpad = on_device[6:] if pads else (None, None)
+    keys_L = torch.arange(num_keys, device=device)
+    positions_of_rows = padded.view(num_rows, num_queries)
+    group = RowGroup(0, tokens_N.size, slots_of_rows, positions_of_rows, keys_L, single=False, fused=False, pad_RQ=pad, unpad_N=unpad)
+    return BatchPlan(tokens[None], positions[None], slots_of_tokens, last, [group], tokens_N.size)
 
 
 def _group_rows(lengths_R: np.ndarray[Any, Any], starts_R: np.ndarray[Any, Any]) -> list[Any]:
     """Row numbers by group (a slice for all of them): like numbers of queries together, and contexts within a factor of 4."""
     ends_R = lengths_R + starts_R
-    if lengths_R.max() <= SHORT_TOKENS and ends_R.max() * len(ends_R) <= _FEW_KEYS:
-        return [slice(None)]
     queries = np.where(lengths_R <= SHORT_TOKENS, 0, np.ceil(np.log2(lengths_R))).astype(np.int64)
     windows = np.ceil(np.log2(np.maximum(ends_R / _SMALLEST_WINDOW, 1)) / 2).astype(np.int64)
     kinds = queries * 64 + windows

@@ -89,12 +89,14 @@ class Row:
         self.entropies = None
 
     def completion(self, reason: StopReason) -> Completion:
-        ends = [start for _, start in self.spans[1:]]
-        ends.append(len(self.logprobs))
+        spans, end = [], len(self.logprobs)
+        for version, start in reversed(self.spans):
+            spans.append(VersionSpan(version=version, start=start, end=end))
+            end = start
         return Completion(
             tokens=tuple(self.tokens[self.num_context :]),
             logprobs=tuple(self.logprobs),
-            version_spans=tuple([VersionSpan(version=version, start=start, end=end) for (version, start), end in zip(self.spans, ends, strict=True)]),
+            version_spans=tuple(reversed(spans)),
             stop_reason=reason,
             discarded_tokens=self.discarded,
             entropies=None if self.entropies is None else tuple(self.entropies),

@@ -20,6 +20,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
+_ONE, _12, _27, _30, _31 = (np.uint64(number) for number in (1, 12, 27, 30, 31))
+_GOLDEN_64, _MULTIPLIER_1_64, _MULTIPLIER_2_64 = (np.uint64(number) for number in (_GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2))
 
 
 class Draws(NamedTuple):
@@ -38,7 +40,8 @@ def stream_key(seed: int, key: RolloutKey, step: int, *more: int) -> int:
 
     `more`: (round, purpose) of streams that verification uses, so that no number serves twice.
     """
-    return _chain(_rollout_state(seed, key), (step, *more))
+    state = _mix((_rollout_state(seed, key) ^ step & _MASK) + _GOLDEN & _MASK)
+    return _chain(state, more) if more else state
 
 
 @lru_cache(4096)
@@ -60,11 +63,13 @@ def uniforms(stream_keys: Sequence[int], positions: Sequence[int]) -> npt.NDArra
     depends on (stream, position) only, so it cannot depend on who shares the batch or on how often an action was begun again.
     """
     state = np.array(stream_keys, dtype=np.uint64)
-    state += (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MULTIPLIER_1)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MULTIPLIER_2)
-    state ^= state >> np.uint64(31)
-    return (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    state += (np.array(positions, dtype=np.uint64) + _ONE) * _GOLDEN_64
+    state ^= state >> _30
+    state *= _MULTIPLIER_1_64
+    state ^= state >> _27
+    state *= _MULTIPLIER_2_64
+    state ^= state >> _31
+    return (state >> _12).astype(np.float64) * 2.0**-52
 
 
 def draw(logits_RV: torch.Tensor, parameters: Sequence[SamplingParameters], uniforms_R: npt.NDArray[np.float64]) -> Draws:
@@ -72,25 +77,23 @@ def draw(logits_RV: torch.Tensor, parameters: Sequence[SamplingParameters], unif
 
     Temperature 0 takes the most likely token and states its log-probability at temperature 1.
     """
-    logits_RV = logits_RV.double()
     first = parameters[0]
     plain = first.temperature > 0 and first.top_k == 0 and first.top_p >= 1
     if plain and all(p is first or (p.temperature == first.temperature and p.top_k == 0 and p.top_p >= 1) for p in parameters):
         if first.temperature != 1:
-            logits_RV = logits_RV / first.temperature
-        return _draw_from(torch.log_softmax(logits_RV, -1), uniforms_R, None)
+            logits_RV = logits_RV.double() / first.temperature
+        return _draw_from(torch.log_softmax(logits_RV, -1, dtype=torch.float64), uniforms_R, None)
     greedy = [p.temperature == 0 for p in parameters]
     temperatures = torch.tensor([p.temperature or 1.0 for p in parameters], dtype=torch.float64, device=logits_RV.device)
-    logprobs_RV = torch.log_softmax(logits_RV / temperatures[:, None], -1)
+    logprobs_RV = torch.log_softmax(logits_RV.double() / temperatures[:, None], -1)
     if any(p.top_k > 0 or p.top_p < 1 for p, is_greedy in zip(parameters, greedy, strict=True) if not is_greedy):
         logprobs_RV = _truncate(logprobs_RV, parameters)
     return _draw_from(logprobs_RV, uniforms_R, greedy if any(greedy) else None)
 
 
 def _draw_from(logprobs_RV: torch.Tensor, uniforms_R: npt.NDArray[np.float64], greedy: list[bool] | None) -> Draws:
-    cumulative_RV = logprobs_RV.exp().cumsum(-1)
-    total_R1 = cumulative_RV[:, -1:].contiguous()
-    targets_R1 = torch.from_numpy(uniforms_R).to(logprobs_RV.device)[:, None] * total_R1
+    cumulative_RV = logprobs_RV.exp().cumsum_(-1)
+    targets_R1 = torch.from_numpy(uniforms_R).to(logprobs_RV.device)[:, None] * cumulative_RV[:, -1:]
     tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
     # A uniform is at most 1 - 2^-52, so a target lies below the total whatever the rounding, and the token found has a probability
     # above 0. Only a row of NaN points past the end.
@@ -98,8 +101,8 @@ def _draw_from(logprobs_RV: torch.Tensor, uniforms_R: npt.NDArray[np.float64], g
     if greedy is not None:
         chosen_R1 = torch.tensor(greedy, device=logprobs_RV.device)[:, None]
         tokens_R1 = torch.where(chosen_R1, logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
-    logprobs_R = logprobs_RV.gather(-1, tokens_R1)[:, 0].clamp_(max=0.0)
-    return Draws(tokens_R1[:, 0].tolist(), logprobs_R.tolist(), logprobs_RV)
+    logprobs_R1 = logprobs_RV.gather(-1, tokens_R1).clamp_(max=0.0)
+    return Draws(tokens_R1.flatten().tolist(), logprobs_R1.flatten().tolist(), logprobs_RV)
 
 
 def entropies(logprobs_RV: torch.Tensor) -> list[float]:
