@@ -28,7 +28,7 @@ from headrace import clock
 from headrace.config import Settings
 from headrace.marks import TrajectoryView
 from headrace.roles import Environment, WaitingFor
-from headrace.rollout.user_call import BlockingWatch, LoopEnvironment, call_on_loop
+from headrace.rollout.user_call import CallWatch, LoopEnvironment, call_on_loop
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.types import (
     Action,
@@ -503,8 +503,7 @@ class LoopUserCode:
         self._make_environment = make_environment
         self._reward = reward
         self._mark = mark
-        self._limit_seconds = limit_seconds
-        self._watch = BlockingWatch()
+        self._watch = CallWatch(limit_seconds)
 
     @property
     def has_reward(self) -> bool:
@@ -513,18 +512,18 @@ class LoopUserCode:
     def open_environment(self, key: RolloutKey) -> Environment | None:
         if self._make_environment is None:
             return None
-        return LoopEnvironment(self._make_environment(), limit_seconds=self._limit_seconds, watch=self._watch)
+        return LoopEnvironment(self._make_environment(), watch=self._watch)
 
     def release(self, key: RolloutKey) -> None:
         """Nothing is kept by key: the environment goes with its rollout."""
 
     async def reward(self, task: Task, answer: str) -> object:
         assert self._reward is not None
-        return await call_on_loop(self._reward, task, answer, name="reward", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await call_on_loop(self._reward, task, answer, name="reward", watch=self._watch)
 
     async def mark(self, trajectory: TrajectoryView) -> object:
         assert self._mark is not None
-        return await call_on_loop(self._mark, trajectory, name="marks", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await call_on_loop(self._mark, trajectory, name="marks", watch=self._watch)
 
     def warning(self) -> str | None:
         return self._watch.text()

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
 from time import perf_counter
+from types import CoroutineType
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
@@ -37,18 +38,42 @@ class UserCallError(HeadraceError):
         self.retryable = retryable
 
 
-class BlockingWatch:
-    """Remembers which of the user's coroutines held the loop, the worst stretch of each, in seconds."""
+class CallWatch:
+    """What the calls of a worker have in common: their time limit, and which of the user's coroutines held the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_seconds: float) -> None:
+        self.limit_seconds = limit_seconds
         self.worst_seconds: dict[str, float] = {}
+        """The worst stretch of each coroutine that held the loop."""
+        self._waiting: dict[_Call, float] = {}
+        """Calls that wait, with their deadlines. The limit is the same for all, so the oldest is due first, and one timer serves them all."""
+        self._timer: asyncio.TimerHandle | None = None
 
     def note(self, name: str, seconds: float) -> None:
-        if seconds < BLOCKING_SECONDS:
-            return
+        """It held the loop for at least BLOCKING_SECONDS."""
         if name not in self.worst_seconds:
             logger.warning("%s", blocking_text(name, seconds))
         self.worst_seconds[name] = max(seconds, self.worst_seconds.get(name, 0.0))
+
+    def begin(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
+        """The call waits from now on, until `end` or until it is told to `expire`."""
+        deadline = self._waiting[call] = loop.time() + self.limit_seconds
+        if self._timer is None:
+            self._timer = loop.call_at(deadline, self._expire, loop)
+
+    def end(self, call: _Call) -> None:
+        del self._waiting[call]
+        if not self._waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        time, self._timer = loop.time(), None
+        for call, deadline in self._waiting.items():
+            if deadline > time:
+                self._timer = loop.call_at(deadline, self._expire, loop)
+                return
+            call.expire()
 
     def text(self) -> str | None:
         """For people; None when nothing blocked."""
@@ -77,22 +102,20 @@ def describe_exception(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}")
 
 
-async def call_on_loop(function: Callable[..., Awaitable[T]], *arguments: Any, name: str, limit_seconds: float, watch: BlockingWatch) -> T:
-    """Awaits the user's async function. Raises UserCallError for whatever it raises and after `limit_seconds`."""
-    timeout: asyncio.Timeout | None = None
+async def call_on_loop(function: Callable[..., Awaitable[T]], *arguments: Any, name: str, watch: CallWatch) -> T:
+    """Awaits the user's async function. Raises UserCallError for whatever it raises and after the watch's limit."""
+    call = _Call(name, watch)
     try:
-        call = _Watched(_as_coroutine(function, arguments), name, watch)
-        if not call.begin():  # most environments answer at once: no timer for those
-            async with asyncio.timeout(limit_seconds) as timeout:
-                await call
+        if not call.begin(function, arguments):  # most environments answer at once: no limit for those
+            await call
         answer: T = call.answer
         return answer
     except UserCallError:
         raise
     except TimeoutError as error:
-        if timeout is None or not timeout.expired():
+        if not call.expired:
             raise UserCallError(f"{name} raised {describe_exception(error)}") from error
-        raise UserCallError(f"{name} gave no answer in {limit_seconds:g} s (rollout.max_environment_seconds)") from error
+        raise UserCallError(f"{name} gave no answer in {watch.limit_seconds:g} s (rollout.max_environment_seconds)") from error
     except Exception as error:
         blocked = watch.worst_seconds.get(name)
         suffix = f"; {blocking_text(name, blocked)}" if blocked else ""
@@ -104,17 +127,17 @@ async def call_on_loop(function: Callable[..., Awaitable[T]], *arguments: Any, n
 class LoopEnvironment:
     """A user's async environment, called on the loop."""
 
-    def __init__(self, environment: Environment, *, limit_seconds: float, watch: BlockingWatch) -> None:
+    def __init__(self, environment: Environment, *, watch: CallWatch) -> None:
         self._environment = environment
         self.name = type(environment).__name__
-        self._limit_seconds = limit_seconds
+        self._step_name = f"{self.name}.step"
         self._watch = watch
 
     async def reset(self, task: Task) -> Observation:
-        return await call_on_loop(self._environment.reset, task, name=f"{self.name}.reset", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await self._call("reset", self._environment.reset, task)
 
     async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]:
-        return await call_on_loop(self._environment.step, action, name=f"{self.name}.step", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await call_on_loop(self._environment.step, action, name=self._step_name, watch=self._watch)
 
     @property
     def rewind(self) -> Rewind:
@@ -127,49 +150,77 @@ class LoopEnvironment:
         await self._call("restore", restore, self._environment, snapshot)
 
     async def _call(self, method: str, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        return await call_on_loop(function, *arguments, name=f"{self.name}.{method}", limit_seconds=self._limit_seconds, watch=self._watch)
+        return await call_on_loop(function, *arguments, name=f"{self.name}.{method}", watch=self._watch)
 
 
-class _Watched:
-    """Awaits a coroutine and measures each stretch in which it runs without giving the loop back."""
+class _Call:
+    """Awaits a coroutine, measures each stretch in which it runs without giving the loop back, and ends it at its limit as asyncio.timeout would."""
 
-    __slots__ = ("_coroutine", "_name", "_waited_for", "_watch", "answer")
+    __slots__ = ("_cancelling", "_coroutine", "_expired", "_name", "_task", "_waited_for", "_watch", "answer")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str, watch: BlockingWatch) -> None:
-        self._coroutine = coroutine
+    def __init__(self, name: str, watch: CallWatch) -> None:
         self._name = name
         self._watch = watch
-        self._waited_for: Any = None
+        self._expired = False
+        self._task: asyncio.Task[Any]
+        self._cancelling = 0
         self.answer: Any = None
         """What the coroutine returned, once it has."""
 
-    def begin(self) -> bool:
+    def begin(self, function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> bool:
         """Runs the coroutine up to its first wait, in this task. True: there was none, it has answered."""
-        return self._resume(None, None)
+        started = perf_counter()
+        awaitable = function(*arguments)
+        self._coroutine: Coroutine[Any, Any, Any] = awaitable if type(awaitable) is CoroutineType else _as_coroutine(awaitable)
+        return self._resume(started, None, None)
+
+    @property
+    def expired(self) -> bool:
+        """It was cancelled at its limit."""
+        return self._expired
+
+    def expire(self) -> None:
+        self._expired = True
+        self._task.cancel()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        """Goes on from that first wait."""
-        finished = False
-        while not finished:
-            value: Any = None
-            error: BaseException | None = None
-            try:
-                value = yield self._waited_for
-            except BaseException as raised:
-                error = raised
-            finished = self._resume(value, error)
+        """Goes on from that first wait. Raises TimeoutError at the limit."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._watch.begin(self, loop)
+        try:
+            finished = False
+            while not finished:
+                value: Any = None
+                error: BaseException | None = None
+                try:
+                    value = yield self._waited_for
+                except BaseException as raised:
+                    error = raised
+                finished = self._resume(perf_counter(), value, error)
+        except asyncio.CancelledError as error:
+            if self._expired and self._task.cancelling() - 1 <= self._cancelling:  # nobody else cancelled it
+                raise TimeoutError from error
+            raise
+        finally:
+            self._watch.end(self)
+            if self._expired:
+                self._task.uncancel()
 
-    def _resume(self, value: Any, error: BaseException | None) -> bool:
-        started = perf_counter()
+    def _resume(self, started: float, value: Any, error: BaseException | None) -> bool:
         try:
             self._waited_for = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
         except StopIteration as stop:
             self.answer = stop.value
             return True
         finally:
-            self._watch.note(self._name, perf_counter() - started)
+            seconds = perf_counter() - started
+            if seconds >= BLOCKING_SECONDS:
+                self._watch.note(self._name, seconds)
         return False
 
 
-async def _as_coroutine(function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> Any:
-    return await function(*arguments)
+async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -19,7 +19,7 @@ from headrace.marks import TrajectoryView
 from headrace.recipe import RecipeCode
 from headrace.roles import Environment
 from headrace.rollout.rewind import Rewind, rewind_of
-from headrace.rollout.user_call import BlockingWatch, LoopEnvironment, UserCallError, call_on_loop, describe_exception
+from headrace.rollout.user_call import CallWatch, LoopEnvironment, UserCallError, call_on_loop, describe_exception
 from headrace.rollout.user_process import UnsentCallError, UserProcess
 from headrace.types import Action, Observation, Outcome, RolloutKey, Task
 
@@ -32,7 +32,7 @@ class RecipeUserCode:
     def __init__(self, recipe: RecipeCode, settings: Settings) -> None:
         self._recipe = recipe
         self._limit_seconds = settings.rollout.max_environment_seconds
-        self._watch = BlockingWatch()
+        self._watch = CallWatch(self._limit_seconds)
         self._environment = settings.task.environment
         self._reward = settings.task.reward
         self._make_environment = None if self._environment is None else recipe.resolve(self._environment)
@@ -67,7 +67,7 @@ class RecipeUserCode:
         if self._make_environment is None:
             return None
         if self._environment_is_async:
-            return LoopEnvironment(self._make_environment(), limit_seconds=self._limit_seconds, watch=self._watch)
+            return LoopEnvironment(self._make_environment(), watch=self._watch)
         return _ProcessEnvironment(self, key, _name_of(self._make_environment), self._rewind)
 
     def release(self, key: RolloutKey) -> None:
@@ -79,14 +79,14 @@ class RecipeUserCode:
         assert self._grade is not None
         name = _name_of(self._grade)
         if self._reward_is_async:
-            return await call_on_loop(self._grade, task, answer, name=name, limit_seconds=self._limit_seconds, watch=self._watch)
+            return await call_on_loop(self._grade, task, answer, name=name, watch=self._watch)
         return await self._call_anywhere(("grade", task, answer), name)
 
     async def mark(self, trajectory: TrajectoryView) -> object:
         """What the recipe's marking function returned, unchecked."""
         assert self._mark is not None
         if _is_async(self._mark):
-            return await call_on_loop(self._mark, trajectory, name=_name_of(self._mark), limit_seconds=self._limit_seconds, watch=self._watch)
+            return await call_on_loop(self._mark, trajectory, name=_name_of(self._mark), watch=self._watch)
         return await self._call_anywhere(("mark", str(self._mark_name), trajectory), _name_of(self._mark))
 
     def warning(self) -> str | None:
