@@ -178,8 +178,10 @@ class _Writer:
         connection.execute("COMMIT")
 
     def _unwritable(self, error: Exception) -> RunDirectoryError:
+        """Of the journal, or of the state beside a checkpoint."""
+        where = f"{error.filename}: the run's state cannot be written: {error.strerror}" if isinstance(error, OSError) else None
         return RunDirectoryError(
-            f"{self._path}: the journal cannot be written: {error}.",
+            f"{where or f'{self._path}: the journal cannot be written: {error}'}.",
             remedy="Free disk space or mend the rights, then go on with 'headrace resume'; what was saved before is whole.",
         )
 
@@ -212,10 +214,14 @@ def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Makes a learner's checkpoint one that a run can go on from: whole, or not there."""
     body = {"schema": SCHEMA, **state}
     aside = checkpoint / f".{STATE_FILE}.part"
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump({**body, "sha256": _digest(body)}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump({**body, "sha256": _digest(body)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(checkpoint / STATE_FILE)) from error
     aside.replace(checkpoint / STATE_FILE)
     descriptor = os.open(checkpoint, os.O_RDONLY)
     try:
@@ -269,7 +275,7 @@ def read_journal(path: Path, state: Mapping[str, Any]) -> JournalRead:
         try:
             [(verdict,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
             if verdict != "ok":
-                raise sqlite3.DatabaseError(verdict)
+                raise sqlite3.DatabaseError(" ".join(verdict.split()))
             floor = connection.execute("SELECT value FROM facts WHERE name = ?", (_FLOOR,)).fetchone()
             reaches_back = floor is None or int(floor[0]) <= mark
             wanted = set(held_rollouts(state["pool"]))

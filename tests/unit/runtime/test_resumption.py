@@ -20,9 +20,10 @@ from headrace.manifest import MANIFEST, write_manifest
 from headrace.pool.journal import Delivered, Record, Reported
 from headrace.pool.restoring import held_rollouts
 from headrace.runtime.journal import FILE, STATE_FILE, RunJournal, read_journal
-from headrace.runtime.resumption import find_resumption, refuse_changes, set_aside
+from headrace.runtime.resumption import find_resumption, open_journal, refuse_changes, set_aside
 from headrace.runtime.run_directory import RunDirectory
 from headrace.types import PolicyVersion
+from wrong_input.test_run_directory import largest_file, without_rights
 
 Saved = tuple[list[Record], list[dict[str, Any]]]
 
@@ -259,3 +260,80 @@ def test_settings_that_hold_for_life_cannot_change() -> None:
     refuse_changes(run_settings(group_size=4, num_updates=3), Resolved())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"'rollout\.group_size' cannot change"):
         refuse_changes(run_settings(group_size=2), Resolved())  # type: ignore[arg-type]
+
+
+def test_a_disk_that_is_full_when_a_state_is_written_leaves_the_checkpoint_before_and_what_it_needs(
+    tmp_path: Path, recorded: Saved, settings: Settings
+) -> None:
+    records, states = recorded
+
+    async def write() -> None:
+        journal = RunJournal(tmp_path, tmp_path / "checkpoints")
+        try:
+            for record in records[: states[0]["mark"]]:
+                journal.append(record)
+            await journal.checkpointed(make_checkpoint(tmp_path, (0, 2)), states[0])
+            name = make_checkpoint(tmp_path, (0, 4))
+            await journal.committed()
+            with largest_file(1000):
+                await journal.checkpointed(name, states[1])
+        finally:
+            journal.close()
+
+    with pytest.raises(RunDirectoryError, match=r"update_000004/run_state\.json: the run's state cannot be written: File too large.*headrace resume"):
+        asyncio.run(write())
+    assert not list((tmp_path / "checkpoints/update_000004").glob("*run_state*"))
+    found = find_resumption(tmp_path, settings)
+    assert found.checkpoint is not None and found.checkpoint.name == "update_000002" and len(found.passed_over) == 1
+    assert set(found.restore.held) == set(held_rollouts(states[0]["pool"]))
+
+
+def test_a_journal_that_may_not_be_written_is_named_and_left_as_it_is(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=1)
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.name.startswith("pytest-"):  # its rights let nobody else through
+            parent.chmod(0o755)
+    found = find_resumption(tmp_path / "run", settings)
+    before = (tmp_path / "run" / FILE).read_bytes()
+    (tmp_path / "run" / FILE).chmod(0o444)
+    with without_rights(), pytest.raises(RunDirectoryError, match=r"pool\.sqlite: the journal cannot be written: .*headrace resume"):
+        open_journal(tmp_path / "run", settings, found)
+    assert (tmp_path / "run" / FILE).read_bytes() == before
+
+
+def test_a_page_of_the_journal_that_is_damaged_is_found_before_anything_is_restored(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=1)
+    journal = tmp_path / "run" / FILE
+    connection = sqlite3.connect(journal)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    data = bytearray(journal.read_bytes())
+    data[4096:8192] = b"\xff" * 4096
+    journal.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"pool\.sqlite: the journal is damaged.*Move it away"):
+        find_resumption(tmp_path / "run", settings)
+    assert journal.read_bytes() == bytes(data)
+
+
+def test_settings_that_cannot_be_written_leave_those_that_were_there(tmp_path: Path, recorded: Saved, settings: Settings) -> None:
+    write_run(tmp_path / "run", recorded, num_states=1)
+    held = RunDirectory(tmp_path / "run", settings, used=True)
+    held.update_settings()
+    before = (tmp_path / "run/config.toml").read_text()
+    with largest_file(100), pytest.raises(RunDirectoryError, match=r"config\.toml cannot be written: File too large"):
+        RunDirectory.update_settings(held)
+    held.close()
+    assert (tmp_path / "run/config.toml").read_text() == before
+
+
+@pytest.mark.parametrize("damage", ["[run\n", "\0" * 50, "[run]\nnum_updates = 'many'\n"], ids=["torn", "zeros", "wrong"])
+def test_damaged_settings_are_named_and_nothing_is_touched(tmp_path: Path, recorded: Saved, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    from headrace.cli.main import main
+
+    write_run(tmp_path / "run", recorded, num_states=1)
+    (tmp_path / "run/config.toml").write_text(damage)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert "config.toml" in told and "Traceback" not in told
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
