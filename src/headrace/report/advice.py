@@ -35,7 +35,7 @@ def advice(
     found: list[str] = []
     if rows and rows[0]["allocated_seconds"] >= _MIN_SECONDS:
         found += [text for text in (_bottleneck(summary, rows, settings, pool), _tail(rows, settings)) if text]
-    found += _learning(newest)
+    found += _learning(newest, settings, sync=summary["mode"] == "sync")
     found += _key_steps(summary, settings)
     found += _ledger(summary["ledger"])
     return found + _failures(summary)
@@ -79,11 +79,13 @@ def _tail(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str
     )
 
 
-def _learning(newest: Mapping[str, Any] | None) -> list[str]:
+def _learning(newest: Mapping[str, Any] | None, settings: Mapping[str, Any], *, sync: bool) -> list[str]:
     if newest is None or newest["effective_sample_size"] is None or newest["effective_sample_size"] >= _LOW_SAMPLE_SIZE:
         return []
     text = f"effective sample size {newest['effective_sample_size']:.2f}: the data is far from the policy"
-    return [f"{text}; try a lower learner.learning_rate or pool.max_staleness"]
+    governed = sync or settings.get("governor", {}).get("adapt_staleness")
+    remedy = "a lower learner.learning_rate" + ("" if sync else " or pool.max_staleness") + ("" if governed else ", or governor.adapt_staleness=true")
+    return [f"{text}; try {remedy}"]
 
 
 def _key_steps(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from headrace.report.governor import said
+
 Line = Mapping[str, Any]
 
 _REDRAW_SECONDS = 0.2
@@ -75,6 +77,8 @@ class ProgressView:
             case "rollout_failed" if not line["retried"] and (line["task_id"], line["reason"]) not in self._failures:
                 self._failures.add((line["task_id"], line["reason"]))  # once a task: the end shows how often
                 self._print(f"task {line['task_id']} failed: {line['reason']}: {line['error']}"[:500])
+            case "governed" if (text := said(line)) is not None:
+                self._print(text)
             case "role_lost":
                 self._print(f"{line['role']} was lost: {line['error']}"[:500] + f" {_after_loss(line)}")
             case "role_restarted":

@@ -11,6 +11,7 @@ from headrace.report.examples import Recorded, example_section
 from headrace.report.figures_devices import shares_of, timeline, utilization_bars, words
 from headrace.report.figures_learning import arrival_delays, length_figures, pool_levels, ratio_figures, staleness_map
 from headrace.report.figures_speed import decode_latency
+from headrace.report.governor import governor_lead, governor_parts
 from headrace.report.key_steps import key_step_lead, key_step_parts
 from headrace.report.markup import Markup, escape, figure, join, number_text, percent, table, tag
 from headrace.report.progress import duration
@@ -41,6 +42,7 @@ def run_sections(run: RunRecord, recorded: Recorded | None) -> Markup:
             section("Who worked, who waited", *devices, _time_table(run), lead=utilization(run)),
             section("How fresh the data was", figure(staleness_map(run)), supply, lead=freshness(run)),
             section("Key steps", *key_step_parts(run), lead=key_step_lead(run)),
+            section("What the governor did", *governor_parts(run), lead=governor_lead(run)),
             section("Off-policy statistics", ratios, lead="Of the trained tokens of every update."),
             section("Lengths, and who got trained", lengths, _kind_table(run), _long_table(run, recorded), lead=long_and_slow(run)),
             section("Where every token went", _ledger_table(run), lead=_ledger_lead(run)),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.report.advice import advice
+from headrace.report.governor import GovernorState
 from headrace.report.progress import duration
 from headrace.report.summary import RunSummary, over_bound_fraction
 from headrace.report.utilization import Windows, utilization, went_back
@@ -83,6 +84,7 @@ class WatchState:
         self.pool: Line | None = None
         self.recording: Line | None = None
         self.longest_waits: dict[str, str | None] = {}
+        self.governor = GovernorState()
         self._down: dict[str, Line] = {}
         self._went_back: Line | None = None
         """The last time that the run went back to a checkpoint by itself."""
@@ -118,6 +120,8 @@ class WatchState:
                 self.longest_waits.pop(line["role"], None)
             case "role_restarted":
                 self._down.pop(line["role"], None)
+            case "governed":
+                self.governor.add(line)
             case "trajectories_recorded":
                 self.recording = line
             case "run_started":
@@ -362,6 +366,9 @@ def _add_key_steps(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -
     delay = summary["apply_delay_seconds"]
     if delay is not None and delay >= _SHOWN_DELAY_SECONDS:
         rows.add("weights", f"taken up {delay:.2f} s after they arrived, on average (sampler.apply)")
+    governed = state.governor.text()
+    if governed is not None:
+        rows.add("governor", governed)
     if summary["parked"]:
         rows.add("parked", f"{summary['parked']:,} times a long rollout gave its slot to short work")
 

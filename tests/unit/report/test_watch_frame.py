@@ -307,7 +307,19 @@ def test_data_far_from_the_policy_and_refused_updates_are_warned_of() -> None:
     assert "the last update was refused: gradient is not finite" in picture(lines)
     numbers = {**lines_of([(0.0, updated(1, numbers=statistics({0: 4})))])[0]["statistics"], "effective_sample_size": 0.3}
     found = advice(summarize(lines), summarize(lines)["utilization"], newest=numbers)
-    assert found == ["effective sample size 0.30: the data is far from the policy; try a lower learner.learning_rate or pool.max_staleness"]
+    says = "effective sample size 0.30: the data is far from the policy; try a lower learner.learning_rate or pool.max_staleness"
+    assert found == [f"{says}, or governor.adapt_staleness=true"]
+    adapts = {"governor": {"adapt_staleness": True}}
+    assert advice(summarize(lines), summarize(lines)["utilization"], newest=numbers, settings=adapts) == [says]
+
+
+def test_what_the_governor_did_is_one_line_with_its_last_reason() -> None:
+    tightened = {"action": "tightened", "reason": "3 updates in a row missed", "version": 5, "lineage": 0, "effective_sample_size": 0.3}
+    lines = [(0.0, run_started(SPLIT)), (0.0, window("start")), (1.0, updated(1, numbers=statistics({0: 4})))]
+    assert "governor" not in picture(lines_of(lines))
+    lines += [(2.0, ev.Governed(**tightened, max_staleness=bound)) for bound in (4, 2)]
+    shown = " ".join(picture(lines_of(lines), width=200).split())
+    assert "governor staleness bound lowered 2x; at most 2 updates old now; last, at version 5: 3 updates in a row missed" in shown
 
 
 def test_trajectories_that_could_not_be_recorded_are_warned_of() -> None:
