@@ -173,14 +173,15 @@ class Governor:
         self._judge_failure(result)
 
     def empty(self, version: PolicyVersion, reward_mean: float) -> None:
-        """A batch without signal was passed over: its reward counts all the same, and a policy that collapsed has not come back. Raises as `updated`."""
+        """A batch without signal was passed over: its reward counts all the same, and one that is lower than before says that a policy
+        that collapsed has not come back. Raises as `updated`."""
         self._reward.seen(reward_mean)
-        self._collapsed += bool(self._collapsed)
+        before = self._rewards[1] / max(1, self._rewards[0])
+        self._collapsed += bool(self._collapsed) and reward_mean < before
         self._judge_collapse(version, None)
         if (reason := self._reward.lost()) is not None:
             self._fail(version, reason)
         self._empty_rewards.append(reward_mean)
-        before = self._rewards[1] / max(1, self._rewards[0])
         if len(self._empty_rewards) >= self._max_empty and self._rewards[0] and fmean(self._empty_rewards) < before:
             self._fail_empty(version, before)
 
