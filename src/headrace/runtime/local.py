@@ -120,7 +120,7 @@ class _Run:
         directory = self.record.directory.path
         if back is not None:
             self.record.begin_again()
-            self.resumption = find_resumption(directory, self.settings, back)
+            self.resumption = await asyncio.to_thread(find_resumption, directory, self.settings, back)  # it reads whole checkpoints
         self.progress("starting samplers and learner", 0.0)
         async with local_roles(
             self.settings, self.code, self.prepared, evaluate=self.evaluate, resumption=self.resumption, measures=self.begins is None
