@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.governor import LOOSEN_PATIENCE, MAX_CAUTION, REWARD_BATCHES, Action, RewardWatch, StalenessLoop
+from fakes.made_events import statistics
+from fakes.runs import RecordingLog, run_settings
+from headrace.clock import run_virtual
+from headrace.errors import DivergedError
+from headrace.governor import LOOSEN_PATIENCE, MAX_CAUTION, REWARD_BATCHES, Action, Governor, RewardWatch, StalenessLoop
+from headrace.pool.pool import ExperiencePool
+from headrace.types import PolicyVersion
+from headrace.updates import UpdateResult
 
 PATIENCE = 3
 loops = st.builds(
@@ -130,3 +139,30 @@ def test_what_is_known_survives_a_restore_but_the_newest_batches_do_not() -> Non
 @pytest.mark.parametrize(("level", "falls"), [(0.8, False), (0.3, True)])
 def test_the_newest_three_batches_say_whether_weights_are_worth_keeping(level: float, falls: bool) -> None:
     assert watch([*noisy(0.2, 20), *noisy(0.8), level, level, level]).falling() is falls
+
+
+# --- failure
+
+
+@pytest.mark.parametrize(("reward", "fails"), [(0.9, False), (0.1, True)])
+def test_batches_without_signal_after_a_collapse_count_only_where_the_reward_is_lower(reward: float, fails: bool) -> None:
+    """A run that has solved its tasks has such batches, and now and then an update in which one token outweighs all."""
+    log = RecordingLog()
+
+    async def main() -> None:
+        settings, version = run_settings(), PolicyVersion(0, 1)
+        governor = Governor(settings, ExperiencePool(settings), log, restore=None)
+        governor.updated(update(effective_sample_size=0.05), 0.5)
+        governor.empty(version, reward)
+        with pytest.raises(DivergedError, match="3 batches in a row were without signal or beyond") if fails else nullcontext():
+            governor.empty(version, reward)
+
+    run_virtual(main())
+    assert [line["action"] for line in log.named("governed")] == ["failed"] * fails
+
+
+def update(**numbers: float) -> UpdateResult:
+    return UpdateResult(
+        selection_id=0, version_before=PolicyVersion(0, 0), version_after=PolicyVersion(0, 1), outcomes=(),
+        statistics=replace(statistics({0: 4}), **numbers), refused=None, seconds=1.0, busy_seconds=1.0,
+    )  # fmt: skip
