@@ -90,10 +90,10 @@ def test_any_rank_of_a_synchronous_colocated_run_may_be_killed(run_letters: RunL
 @pytest.mark.slow
 def test_a_learner_that_hangs_is_restarted_after_its_limit(run_letters: RunLetters) -> None:
     hits = Hits((6, "learner-0", signal.SIGSTOP))
-    run = run_letters(*SETTINGS, "checkpoint.every_updates=5", "limits.learn_seconds=3", "limits.stop_seconds=1", subscribers=[hits])
+    run = run_letters(*SETTINGS, "checkpoint.every_updates=5", "limits.learn_seconds=10", "limits.stop_seconds=1", subscribers=[hits])
     check(run, returns=1)
     (lost,) = run.named("role_lost")
-    assert lost["role"] == "learner" and "no answer in 3 s" in lost["error"]
+    assert lost["role"] == "learner" and "no answer in 10 s" in lost["error"]
 
 
 @pytest.mark.slow

@@ -138,6 +138,11 @@ class WatchState:
             return str(self.finished["status"])
         return "running" if self.num_events else "starting"
 
+    @property
+    def restarts_learner(self) -> bool:
+        """Between the loss and the return to a checkpoint nothing happens."""
+        return "learner" in self._down
+
     def waits(self) -> list[tuple[str, float]]:
         """(who waits for whom, seconds) by the newest word on it; none of a run that has ended."""
         newest = max((line for line in (self.pool, self._waiting) if line is not None), key=lambda line: line["time"], default=None)
@@ -248,7 +253,8 @@ def _title(state: WatchState, summary: Mapping[str, Any], name: str, width: int,
     status = state.status
     word = status
     if status == "running" and silent_seconds > SILENT_SECONDS:
-        status, word = "silent", f"no event for {duration(silent_seconds)}: killed, or its machine hangs"
+        why = "its learner is being restarted, or it was killed" if state.restarts_learner else "killed, or its machine hangs"
+        status, word = "silent", f"no event for {duration(silent_seconds)}: {why}"
     elif status == "starting":
         word = "starting: the roles are not up yet"
     elif summary["wall_seconds"]:

@@ -95,6 +95,14 @@ def test_watch_cuts_its_curves_back_and_says_from_where_the_learner_was_restarte
     assert "restarted from" not in watched(run("command"))[1]
 
 
+def test_watch_tells_a_silence_while_the_learner_is_restarted_from_any_other() -> None:
+    for goes_on, says in ((False, "no event for 50 s: its learner is being restarted, or it was killed"), (True, "no event for 50 s: killed, or its machine")):
+        state, _ = watched(run(goes_on=goes_on))
+        console = Console(width=160, file=io.StringIO(), record=True)
+        console.print(frame(state, name="r", width=160, silent_seconds=50.0))
+        assert says in console.export_text()
+
+
 def test_progress_counts_from_the_checkpoint_on_and_says_why() -> None:
     def told(timed: list[tuple[float, ev.Event]]) -> tuple[ProgressView, str]:
         stream = io.StringIO()
