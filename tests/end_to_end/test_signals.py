@@ -67,6 +67,8 @@ def test_ctrl_c_ends_the_run_cleanly_in_any_phase(model_cache: Path, tmp_path: P
     if phase != "starting":
         last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
         assert (last["event"], last["status"]) == ("run_finished", "interrupted")
+        saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+        assert saved == ([f"update_{last['version']:06d}"] if last["version"] else []), "what was learned is saved"
 
 
 @pytest.mark.parametrize("ignores_ctrl_c", [False, True], ids=["from a terminal", "in the background of a script"])

@@ -9,7 +9,8 @@ from headrace.cli import interrupts
 from headrace.cli.output import Output
 from headrace.cli.runs import named_path
 from headrace.config_loading import load_settings
-from headrace.errors import ConfigError, Problem
+from headrace.errors import CheckpointError, ConfigError, Problem
+from headrace.manifest import MANIFEST, find_damage
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
@@ -21,6 +22,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
             raise ConfigError([problem])
         recipe = run / "config.toml"
     resolved = load_settings(recipe, arguments.overrides)
+    refuse_damaged(checkpoint)
     from headrace.runtime.local import evaluate_local
     from headrace.runtime.processes import end_forkserver
 
@@ -65,6 +67,12 @@ def find_checkpoint(given: Path) -> tuple[Path, Path | None]:
         raise ConfigError([Problem(key="CHECKPOINT_OR_RUN", value=str(given), message=f"'{given}' {what}.", remedy=remedy)])
     run = next((parent.parent for parent in given.resolve().parents if parent.name == "checkpoints"), None)
     return model, run
+
+
+def refuse_damaged(checkpoint: Path) -> None:
+    """Raises CheckpointError when a file of it is not as it was written; models from elsewhere have no manifest that would say so."""
+    if (checkpoint / MANIFEST).is_file() and (damage := find_damage(checkpoint)) is not None:
+        raise CheckpointError(f"{checkpoint}: {damage}.", remedy="Evaluate another checkpoint of the run.")
 
 
 def model_directory(checkpoint: Path) -> Path | None:

@@ -19,6 +19,7 @@ from headrace.cli import doctor, evaluate, run
 from headrace.cli.main import main
 from headrace.config_loading import load_settings, plain_values
 from headrace.errors import ConfigError, HeadraceError
+from headrace.manifest import write_manifest
 
 RECIPE = """
 [run]
@@ -248,6 +249,11 @@ def test_eval_prints_mean_and_interval(recipe: Path, capsys: pytest.CaptureFixtu
     assert result["evaluation"]["mean"] == 0.5 and result["evaluation"]["interval95"] == [0.4, 0.6]
     assert "0.5000" in people
     assert main(["eval", "model"]) == 2, "without a run directory the recipe has to be named"
+    write_manifest(checkpoint)
+    assert main(["eval", "model", "--recipe", "recipe.toml"]) == 0
+    (checkpoint / "config.json").write_text("{ }")
+    assert main(["eval", "model", "--recipe", "recipe.toml"]) == 1 and len(seen) == 2
+    assert "config.json is damaged" in capsys.readouterr().err
 
 
 def test_closed_pipe_is_no_error(recipe: Path) -> None:
