@@ -64,6 +64,8 @@ class Plan:
     evaluate_every: int | None
     """Updates between evaluated checkpoints; None: a twentieth of the run."""
     directory: Path
+    profile: Path | None = None
+    """By which runs are foretold."""
 
     def seeds(self) -> range:
         first = load_settings(self.recipe, self.overrides).settings.run.seed
@@ -241,10 +243,32 @@ async def run_comparison(plan: Plan, stream: IO[str]) -> dict[str, list[Measured
         started = time.monotonic()
         directory, resolved = run_directory(plan, job), plan.resolve(job.arm, job.seed)
         if not _is_run(directory):
-            await _train(resolved, directory, stream)
+            await _train(promised(plan, resolved, stream), directory, stream)
         await _evaluate(resolved, directory, stream)
         seconds.setdefault(job.arm.name, []).append(time.monotonic() - started)
     return measure(plan)
+
+
+def promised(plan: Plan, resolved: ResolvedSettings, stream: IO[str]) -> ResolvedSettings:
+    """With what the profile says of such a run; as they are without one, and where the simulation does not know the settings."""
+    if plan.profile is None:
+        return resolved
+    from headrace.planner.profile import load_profile
+    from headrace.planner.promise import promise_of_profile
+
+    values = resolved.settings.model_dump(mode="json", exclude_none=True)
+    try:
+        promise = promise_of_profile(load_profile(plan.profile), values, by=plan.profile.name, cores=_shared_cores(resolved.settings))
+    except ConfigError as error:
+        _say(stream, f"no promise: {error}")
+        return resolved
+    return dataclasses.replace(resolved, promised=promise)
+
+
+def _shared_cores(settings: Settings) -> int | None:
+    """Of this machine, where devices are cores."""
+    pinned = settings.run.pin_devices and settings.model.device == "cpu" and hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if pinned else None
 
 
 def seconds_left(seconds: Mapping[str, Sequence[float]], remaining: Sequence[str]) -> float | None:

@@ -48,6 +48,8 @@ class ResolvedSettings:
     """The recipe file; absolute."""
     task_module: Path
     """The recipe's Python file; absolute."""
+    promised: Mapping[str, Any] | None = None
+    """What a plan or a profile says of a run with them, which its first event tells on."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,6 @@
 """The event log: typed records, one JSON line each (CONTRACTS, events.jsonl). Append-only, one writer, readable while written.
 
-Every line has `event`, `time` (seconds since line 1) and `role`. watch, report, profile and progress only read them; taking
-them away changes no event (I14).
+Every line has `event`, `time` (seconds since line 1) and `role`. Watch, report, profile and progress only read: without them no event changes (I14).
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ class RunStarted(Event):
     recipe: str = ""
     num_updates: int = 0
     startup_seconds: float = 0.0
+    promised: dict[str, Any] | None = None  # what a plan or a profile said of it (planner/promise.py)
 
 
 class ResumeCause(StrEnum):

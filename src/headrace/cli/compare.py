@@ -63,6 +63,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         overrides=tuple(arguments.overrides),
         arms=make_arms(arguments.recipe, arguments.overrides, given, arguments.devices),
         num_seeds=arguments.seeds,
+        profile=None if arguments.profile is None else Path(arguments.profile).resolve(),
         evaluate_every=arguments.evaluate_every,
         directory=directory.resolve(),
     )
@@ -76,15 +77,18 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
     seeds = len(result["seeds"])
     table = Table(title=f"means of {seeds} seeds" if seeds > 1 else "1 seed", title_justify="left", box=None, pad_edge=False, header_style="bold")
     with_keys = any(run.key_staleness_mean is not None for runs in measured.values() for run in runs)
-    headings = ["arm", f"s to {target:.3f}", "final ± 95 %", "jitter", "occupancy", "busy", "useful tok/s", "staleness"]
+    headings = ["arm", f"s to {target:.3f}", "final ± 95 %", "jitter", "occupancy", "busy", "useful tok/s", "staleness", "s, said"]
     for heading in [*headings, *(["key steps", "over bound"] if with_keys else [])]:
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for name, runs in measured.items():
         table.add_row(name, *_cells(runs, target), *(_key_cells(runs) if with_keys else []))
-    Console(file=output.people, width=max(output.width, 120 if with_keys else 100), highlight=False).print(table)
+    Console(file=output.people, width=max(output.width, 132 if with_keys else 112), highlight=False).print(table)
     floor = result["noise_floor"]
     noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
     print(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.", file=output.people)
+    runs = [run for each in measured.values() for run in each]
+    by = "promised before them" if all(run.was_promised for run in runs) else "what they said after a tenth of their updates"
+    print(f"s, said: seconds of the runs, and by how much {by} was off, on average.", file=output.people)
     if seeds == 1:
         print("± 95 %: of the evaluation alone; one seed says nothing about others.", file=output.people)
     print(f"\n{result['verdict']}", file=output.people)
@@ -158,7 +162,7 @@ def _again(arguments: argparse.Namespace, plan: Plan) -> str:
     words = ["headrace", "compare", arguments.recipe, *arguments.overrides]
     for arm in arguments.arm or ():
         words += ["--arm", *arm]
-    for option in ("seeds", "devices", "evaluate_every", "target", "baseline"):
+    for option in ("seeds", "devices", "evaluate_every", "target", "baseline", "profile"):
         value = getattr(arguments, option)
         if value is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
@@ -183,7 +187,17 @@ def _cells(runs: Sequence[MeasuredRun], target: float) -> list[str]:
         _shown(_mean([run.busy_fraction for run in runs]), ".0%"),
         _shown(_mean([run.useful_tokens_per_second for run in runs]), ",.0f"),
         f"{_shown(_mean([run.staleness_mean for run in runs]), '.1f')} (max {largest})",
+        _said_cell(runs),
     ]
+
+
+def _said_cell(runs: Sequence[MeasuredRun]) -> str:
+    """Seconds of the run and, of the same runs, how far off what was said of them lay."""
+    said = [(run.wall_seconds, run.predicted_seconds) for run in runs if run.predicted_seconds is not None]
+    seconds = f"{statistics.fmean(run.wall_seconds for run in runs):.1f}"
+    if not said:
+        return seconds
+    return f"{seconds}, {statistics.fmean(predicted / actual - 1 for actual, predicted in said):+.0%}"
 
 
 def _key_cells(runs: Sequence[MeasuredRun]) -> list[str]:

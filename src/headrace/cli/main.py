@@ -118,6 +118,7 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--evaluate-every", metavar="UPDATES", type=int, help="updates between evaluated checkpoints (default: a twentieth of the run)")
     compare.add_argument("--target", metavar="VALUE", type=float, help="evaluation to reach (default: the baseline's final mean - 0.01)")
     compare.add_argument("--baseline", metavar="NAME", help="the arm that the others are held against (default: sync)")
+    compare.add_argument("--profile", metavar="FILE", help="what headrace profile wrote: every run is promised how long it takes before it starts")
     compare.add_argument("--run-dir", metavar="DIRECTORY", help="where everything goes (default: runs/compare-NAME-TIME); one that was cut goes on")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
-    resolved = load_settings(arguments.recipe, arguments.overrides, plan=planned_settings(arguments.plan, arguments.rank))
+    planned = planned_settings(arguments.plan, arguments.rank)
+    resolved = load_settings(arguments.recipe, arguments.overrides, plan=planned)
+    if planned is not None:
+        from headrace.planner.promise import promise_of_plan
+
+        resolved = dataclasses.replace(resolved, promised=promise_of_plan(Path(arguments.plan), arguments.rank, resolved, planned[1]))
     if arguments.dry_run:
         print_settings(resolved, output)
         output.result(settings_object(resolved))

@@ -27,11 +27,11 @@ _WARM_UP = 0.25
 _SETUP: Mapping[str, Sequence[str]] = {
     "run": ("mode", "placement", "seed", "num_updates", "num_samplers", "num_learner_ranks", "max_failed_rollouts_in_a_row"),
     "rollout": ("group_size", "max_attempts"),
-    "sampler": ("max_running", "max_in_flight", "gather_seconds"),
-    "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry"),
+    "sampler": ("max_running", "max_in_flight", "gather_seconds", "update_mode", "apply"),
+    "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry", "verify", "pace_key_steps"),
     "learner": ("num_minibatches", "num_epochs", "micro_batch_tokens"),
 }
-"""Settings that change how long what takes, and who waits for whom."""
+"""Settings that change how long what takes, and who waits for whom; those that the simulation refuses too."""
 
 Line = Mapping[str, Any]
 

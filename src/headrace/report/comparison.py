@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.report.finish import FinishMeter
 from headrace.report.summary import over_bound_fraction, summarize
 from headrace.report.utilization import went_back
 
@@ -22,6 +23,8 @@ Interval = tuple[float, float]
 NUM_SMOOTHED = 3
 """Evaluations in a mean: final value and time to reward."""
 TARGET_BELOW_FINAL = 0.01
+SAID_AFTER = 0.1
+"""Of the updates; then a run says when it will be done."""
 _NEARLY_FINAL = 0.9
 """Jitter counts from where a curve first reaches this share of its final value."""
 
@@ -70,6 +73,10 @@ class MeasuredRun:
     key_staleness_max: int | None = None
     key_over_bound_fraction: float | None = None
     """Of the trained key steps, those over pool.max_key_staleness."""
+    predicted_seconds: float | None = None
+    """What wall_seconds was said to be: by a profile before the run, else by the run itself after a tenth of its updates."""
+    was_promised: bool = False
+    """It was said before the run."""
 
     @property
     def final_mean(self) -> float:
@@ -135,7 +142,28 @@ def measure_run(lines: Sequence[Line], *, arm: str, seed: int, run_dir: str, cap
         key_staleness_mean=summary["staleness"]["key_mean"],
         key_staleness_max=summary["staleness"]["key_max"],
         key_over_bound_fraction=over_bound_fraction(summary["ledger"]),
+        predicted_seconds=promised_seconds(lines) or said_seconds(lines),
+        was_promised=promised_seconds(lines) is not None,
     )
+
+
+def promised_seconds(lines: Sequence[Line]) -> float | None:
+    """The median that a plan or a profile gave before the run."""
+    promised = next((line.get("promised") for line in lines if line["event"] == "run_started"), None)
+    return float(promised["finish_seconds"]["p50"]) if promised else None
+
+
+def said_seconds(lines: Sequence[Line], part: float = SAID_AFTER) -> float | None:
+    """Of the whole timed window, by what a run had done after this part of its updates."""
+    meter, start = FinishMeter(), 0.0
+    for line in lines:
+        meter.add(line)
+        if line["event"] == "timed_window" and line["phase"] == "start":
+            start = line["time"]
+        if line["event"] == "updated" and line["version"] >= part * meter.num_updates:
+            left = meter.forecast()
+            return None if left is None else float(line["time"]) - start + left.seconds
+    return None
 
 
 def evaluation_curve(lines: Sequence[Line]) -> tuple[CurvePoint, ...]:
@@ -345,7 +373,8 @@ def _run_json(run: MeasuredRun, target: float) -> dict[str, Any]:
         "key_staleness_mean": run.key_staleness_mean,
         "key_staleness_max": run.key_staleness_max,
         "key_over_bound_fraction": run.key_over_bound_fraction,
-        "predicted_seconds": None,
+        "predicted_seconds": run.predicted_seconds,
+        "was_promised": run.was_promised,
         "num_updates": run.num_updates,
         "checkpoint_seconds": run.checkpoint_seconds,
         "curve": [{"version": point.version, "seconds": point.seconds, "mean": point.mean, "half_width": point.half_width} for point in run.curve],

@@ -53,6 +53,7 @@ class FinishMeter:
         self._each = 1
         """Updates between two marks."""
         self._rollouts, self._tokens = 0, 0.0
+        self._is_timed = False
 
     def add(self, line: Line) -> None:
         match line["event"]:
@@ -61,17 +62,21 @@ class FinishMeter:
             case "run_resumed":
                 self.num_updates, self._version = line["num_updates"], line["resumed_from_update"]
                 self._marks, self._lengths, self._each = [], [], 1
-            case "timed_window" if line["phase"] == "start":
-                self._marks, self._lengths, self._rollouts, self._tokens = [(self._version, line["time"])], [], 0, 0.0
+            case "timed_window":
+                self._is_timed = line["phase"] == "start"
+                if self._is_timed:
+                    self._marks, self._lengths, self._rollouts, self._tokens = [(self._version, line["time"])], [], 0, 0.0
             case "rollout_finished" if line["tokens"]:
                 self._rollouts, self._tokens = self._rollouts + 1, self._tokens + line["tokens"]
             case "updated" if line["version"] > self._version:
                 self._version = line["version"]
-                if self._marks and self._version >= self._marks[-1][0] + self._each:
+                if not self._marks and self._is_timed:  # the first one since the run went back to a checkpoint
+                    self._marks, self._rollouts, self._tokens = [(self._version, line["time"])], 0, 0.0
+                elif self._marks and self._version >= self._marks[-1][0] + self._each:
                     self._mark(line["time"])
 
     def forecast(self) -> Finish | None:
-        """None before the second update and after the last one."""
+        """None before the first update and after the last one."""
         left = self.num_updates - self._version
         paces = self._paces()
         if not paces or left <= 0:

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from headrace.report.finish import FinishMeter
 from headrace.report.governor import said
 
 Line = Mapping[str, Any]
 
 _REDRAW_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
-_RECENT_UPDATES = 20
 _RECENT_SECONDS = 15.0
 
 
@@ -38,7 +38,7 @@ class ProgressView:
         self._evaluation: float | None = None
         self._failures: set[tuple[str, str]] = set()
         self._staleness: float | None = None
-        self._update_times: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES)
+        self._finish = FinishMeter()
         self._tokens: deque[tuple[float, int]] = deque()
         self._waiting: str | None = None
 
@@ -52,14 +52,13 @@ class ProgressView:
 
     def on_event(self, line: Line) -> None:
         force = True
+        self._finish.add(line)
         match line["event"]:
             case "run_started":
                 self._num_updates = line["num_updates"]
                 self._print(f"{line['mode']}, {line['placement']}, {len(line['devices'])} devices, up after {line['startup_seconds']:.1f} s")
             case "run_resumed":
                 self._take_resumption(line)
-            case "timed_window" if line["phase"] == "start":
-                self._update_times.append((line["time"], self._version))
             case "updated":
                 self._take_update(line)
             case "worker_active":
@@ -118,13 +117,9 @@ class ProgressView:
         return "  ".join(parts)
 
     def seconds_to_finish(self) -> float | None:
-        """From the pace of the newest updates; None before the first one."""
-        if len(self._update_times) < 2:
-            return None
-        (start, first), (end, last) = self._update_times[0], self._update_times[-1]
-        if last <= first:
-            return None
-        return max(0.0, (end - start) / (last - first) * (self._num_updates - last))
+        """By what was made so far; None before the first update and after the last one."""
+        left = self._finish.forecast()
+        return None if left is None else left.seconds
 
     def close(self) -> None:
         if self._num_updates:
@@ -137,7 +132,6 @@ class ProgressView:
         self._num_updates, self._version = line["num_updates"], line["resumed_from_update"]
         for text in line["passed_over"]:
             self._print(f"not whole, passed over: checkpoint {text}")
-        self._update_times.clear()
         undone = f"{line['pooled']} trajectories are in the pool again, {line['void']} are void, {line['lost']} rollouts were in flight"
         self._print(
             f"{went_back_text(line)}goes on from update {self._version} as lineage {line['lineage']}, up after {line['startup_seconds']:.1f} s; {undone}"
@@ -147,7 +141,6 @@ class ProgressView:
         self._version = line["version"]
         self._reward = line["reward_mean"]
         self._waiting = None
-        self._update_times.append((line["time"], line["version"]))
         if line["statistics"] is not None:
             self._staleness = line["statistics"]["staleness_mean"]
         if line["refused"]:

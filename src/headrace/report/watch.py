@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.report.advice import advice
+from headrace.report.finish import Finish, FinishMeter
 from headrace.report.governor import GovernorState
 from headrace.report.progress import duration
+from headrace.report.promise import promise_advice, promise_text
 from headrace.report.summary import RunSummary, over_bound_fraction
 from headrace.report.utilization import Windows, utilization, went_back
 
@@ -26,7 +28,6 @@ RECENT_SECONDS = 60.0
 """Devices are judged by this last stretch of a run."""
 SILENT_SECONDS = 30.0
 """Without an event for so long, a run that has not ended is called silent: workers report each second."""
-_RECENT_UPDATES = 20
 _CURVE_POINTS = 512
 _LABEL_COLUMNS = 12
 _SHOWN_DELAY_SECONDS = 0.05
@@ -92,18 +93,17 @@ class WatchState:
         self._version = 0
         self._waiting: Line | None = None
         self._recent: deque[Line] = deque()
-        self._paces: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES)
+        self._finish = FinishMeter()
 
     def add(self, line: Line) -> None:
         self.summary.add(line)
+        self._finish.add(line)
         self.time, self.num_events = line["time"], self.num_events + 1
         if line["event"] in _WORK:
             self._recent.append(line)
             while self._recent[0]["time"] < self.time - RECENT_SECONDS:
                 self._recent.popleft()
         match line["event"]:
-            case "timed_window" if line["phase"] == "start":
-                self._paces.append((line["time"], self._version))
             case "updated":
                 self._add_update(line)
             case "evaluated" if line["mean"] is not None:
@@ -150,13 +150,14 @@ class WatchState:
             return []
         return [(name, seconds) for name, seconds in newest["waits"]]
 
-    def seconds_to_finish(self) -> float | None:
-        """From the pace of the newest updates; None before the first one and after the end."""
-        planned = self.summary.started.get("num_updates")
-        if len(self._paces) < 2 or not planned or self.finished is not None:
-            return None
-        (start, first), (end, last) = self._paces[0], self._paces[-1]
-        return max(0.0, (end - start) / (last - first) * (planned - last)) if last > first else None
+    def finish(self) -> Finish | None:
+        """How long the rest takes, by what was made so far; None before the first update and after the end."""
+        return None if self.finished is not None else self._finish.forecast()
+
+    @property
+    def promised(self) -> Mapping[str, Any] | None:
+        """What a plan or a profile said of this run."""
+        return self.summary.started.get("promised")
 
     def recent_utilization(self) -> dict[str, Any]:
         """Of the last RECENT_SECONDS of the timed window; of the whole of a run that has ended, or is younger."""
@@ -169,7 +170,11 @@ class WatchState:
         return utilization([self.summary.started, *self._recent], stretch)
 
     def warnings(self) -> list[str]:
-        found = advice(self.summary.result(), self.recent_utilization(), settings=self.settings, newest=self.statistics, pool=self.pool)
+        summary = self.summary.result()
+        found = advice(summary, self.recent_utilization(), settings=self.settings, newest=self.statistics, pool=self.pool)
+        late = promise_advice(self.promised, summary, self.finish())
+        if late is not None:
+            found.insert(0, late)
         if self._went_back is not None:
             found.append(_return_text(self._went_back))
         for role, count in self._losses.items():
@@ -190,7 +195,6 @@ class WatchState:
         self.finished, self._version = None, line["resumed_from_update"]
         for curve in (self.rewards, self.evaluations):
             curve.cut(self._version)
-        self._paces.clear()
         self._down.clear()
         self.longest_waits.clear()
         if went_back(line):
@@ -198,7 +202,6 @@ class WatchState:
 
     def _add_update(self, line: Line) -> None:
         self._version = line["version"]
-        self._paces.append((line["time"], line["version"]))
         self.refused = line["refused"]
         if line["reward_mean"] is not None:
             self.reward = line["reward_mean"]
@@ -272,10 +275,12 @@ def _title(state: WatchState, summary: Mapping[str, Any], name: str, width: int,
 
 def _add_progress(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
     done, planned = summary["num_updates"], summary["planned_updates"] or 0
-    left = state.seconds_to_finish()
-    tail = f" {done}/{planned} updates" + (f", {duration(left)} to go" if left else "")
+    left = state.finish()
+    tail = f" {done}/{planned} updates" + (f", {duration(left.seconds)} to go ({duration(left.low)} to {duration(left.high)})" if left else "")
     columns = max(10, rows.columns - len(tail) - 1)
     rows.add("progress", _bar(done / planned if planned else 0.0, columns) + Text(tail))
+    if (promised := promise_text(state.promised, summary, left)) is not None:
+        rows.add("promised", promised)
 
 
 def _add_learning(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 from headrace.report.comparison import evaluation_curve, final_mean
 from headrace.report.figures_devices import words
+from headrace.report.finish import FinishMeter
 from headrace.report.markup import number_text, percent
 from headrace.report.progress import duration
+from headrace.report.promise import promise_advice, promise_text
 from headrace.report.record import RunRecord
 from headrace.report.utilization import went_back
 
@@ -157,8 +159,24 @@ def returns(run: RunRecord) -> str | None:
     )
 
 
+def finish(run: RunRecord) -> str | None:
+    """How long the rest takes, and what was promised."""
+    meter = FinishMeter()
+    for line in run.lines:
+        meter.add(line)
+    left = meter.forecast() if run.finished is None else None
+    said = "" if left is None else f"It will take {duration(left.seconds)} more ({duration(left.low)} to {duration(left.high)}, four runs in five)."
+    promised = promise_text(run.started.get("promised"), run.summary, left)
+    found = [said, f"Promised {promised}." if promised else "", _as_sentence(promise_advice(run.started.get("promised"), run.summary, left))]
+    return " ".join(each for each in found if each) or None
+
+
+def _as_sentence(text: str | None) -> str:
+    return f"It is {text}." if text else ""
+
+
 def run_sentences(run: RunRecord) -> list[str]:
-    return [each for each in (headline(run), result(run), utilization(run), freshness(run), rollouts(run), losses(run), returns(run)) if each]
+    return [each for each in (headline(run), finish(run), result(run), utilization(run), freshness(run), rollouts(run), losses(run), returns(run)) if each]
 
 
 def final_of(run: RunRecord) -> float | None:

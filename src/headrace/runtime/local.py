@@ -253,4 +253,5 @@ def _run_started(resolved: ResolvedSettings, settings: Settings, run_directory: 
         recipe=resolved.name,
         num_updates=settings.run.num_updates,
         startup_seconds=startup_seconds,
+        promised=None if resolved.promised is None else dict(resolved.promised),
     )

@@ -148,7 +148,20 @@ def test_memory_of_the_state_does_not_grow_with_the_run() -> None:
         state.add({**line[1], "time": float(second), "version": second})
     assert len(state._recent) <= 2 * (RECENT_SECONDS + 1)
     assert len(state.rewards.values) <= 512
-    assert state.seconds_to_finish() == pytest.approx(10_000 - 3599)
+    left = state.finish()
+    assert left is not None and left.seconds == pytest.approx(10_000 - 3599)
+
+
+def test_promised_and_expected_finish_stand_beside_each_other_and_a_late_run_is_warned_of() -> None:
+    lines = going_run()
+    start = next(line["time"] for line in lines if line["event"] == "timed_window")
+    pace = (max(line["time"] for line in lines if line["event"] == "updated") - start) / 4
+    half = dict.fromkeys(("p10", "p50", "p90"), 0.5 * pace * lines[0]["num_updates"])
+    promised = {"by": "plan.json, rank 1", "finish_seconds": half, "step_seconds": pace / 2, "staleness_mean": 1.0, "occupancy": 0.9, "busy_fraction": 0.9}
+    text = picture([{**lines[0], "promised": promised}, *lines[1:]], width=200)
+    assert "promised    by plan.json, rank 1: " in text and "; staleness 1.00, is " in text and "; occupancy 90%, is " in text
+    assert "later than plan.json, rank 1 promised" in text
+    assert "promised" not in picture(lines, width=200)
 
 
 def test_slowest_rollouts_are_shown_with_what_they_wait_for() -> None:
