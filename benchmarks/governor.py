@@ -4,7 +4,7 @@
     python benchmarks/governor.py --seeds 5           # what is there is kept, the rest is run
 
 ruined      the learning rate rises to 0.02 over 25 updates, 33 times the recipe's; nothing is refused, nothing gone back to
-governed    the same, governor.on_failure = roll_back and reward_drop = 0.5, a checkpoint every 3 updates
+governed    the same, governor.on_failure = roll_back, reward_drop = 0.5, learning_rate_factor = 0.3, a checkpoint every 3 updates
 healthy     the recipe's own learning rate with the whole governor on (roll_back, reward_drop, adapt_staleness): it must do nothing
 
 A run is started again unless it ended. `success` is the evaluation at the end ("-": the run gave up before); `reward` the mean of the last 10
@@ -32,7 +32,7 @@ from headrace.runtime.local import run_local
 from headrace.runtime.processes import end_forkserver
 
 TOO_HIGH = ["learner.learning_rate=0.02", "learner.warmup_updates=25"]
-GOES_BACK = ["governor.on_failure=roll_back", "governor.reward_drop=0.5"]
+GOES_BACK = ["governor.on_failure=roll_back", "governor.reward_drop=0.5", "governor.learning_rate_factor=0.3"]
 ARMS = {
     "ruined": [*TOO_HIGH, "governor.explosion_factor=0", "governor.on_failure=skip"],
     "governed": [*TOO_HIGH, *GOES_BACK],

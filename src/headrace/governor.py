@@ -43,7 +43,11 @@ _STEPS = 256
 REWARD_BATCHES = 10
 """Whose mean is the level of the reward."""
 RECENT_BATCHES = 3
-"""Whose reward says whether a checkpoint is worth keeping."""
+"""Whose reward says whether a checkpoint is worth making."""
+RECENT_ERRORS = 2.0
+"""Standard errors that it may lie under the best level: to save later costs little, to go back to bad weights everything."""
+LASTING = 2
+"""Times governor.patience_updates: updates in a row that miss a target, after which a run that may go back does."""
 MAX_SKIPPED = 10
 """Times learner.max_refused_updates in a row: so many end a run that skips them, too."""
 
@@ -117,21 +121,21 @@ class RewardWatch:
 
     def lost(self) -> str | None:
         """What of the reward is gone for good, for people."""
-        if len(self._recent) < (self._recent.maxlen or 0) or not self._below(len(self._recent)):
+        if len(self._recent) < (self._recent.maxlen or 0) or not self._below(len(self._recent), STANDARD_ERRORS):
             return None
         return f"the reward fell to {fmean(self._recent):.3g} over {len(self._recent)} batches, it had risen from {self.first:.3g} to {self.best:.3g}"
 
     def falling(self) -> bool:
         """The newest batches alone look like it."""
-        return self._below(min(RECENT_BATCHES, len(self._recent)))
+        return self._below(min(RECENT_BATCHES, len(self._recent)), RECENT_ERRORS)
 
-    def _below(self, batches: int) -> bool:
+    def _below(self, batches: int, errors: float) -> bool:
         if self._drop is None or self.best is None or self.first is None or not batches:
             return False
         # two draws of a normal variable differ by 2 / sqrt(pi) standard deviations in the mean; one fall is but one step of many
         deviation = fmean(self._steps) * math.sqrt(math.pi) / 2 if len(self._steps) >= 2 * REWARD_BATCHES else math.inf
         error = deviation / math.sqrt(batches)
-        return fmean(list(self._recent)[-batches:]) < self.best - max(self._drop * (self.best - self.first), STANDARD_ERRORS * error)
+        return fmean(list(self._recent)[-batches:]) < self.best - max(self._drop * (self.best - self.first), errors * error)
 
 
 class Governor:
@@ -153,9 +157,11 @@ class Governor:
         if self._loop.bound < settings.max_staleness:
             pool.bound_staleness(self._loop.bound)
         self._reward = RewardWatch(drop=self._rules.reward_drop, batches=REWARD_BATCHES, state=state.get("reward"))
-        self._refused = self._collapsed = 0
+        self._refused = self._collapsed = self._missed = 0
         self._refused_of: deque[bool] = deque(maxlen=4 * self._max_refused)
         self._flushed_batches = 0
+        self._off_target = False
+        """The last update missed a target."""
         self._saved = self._holds_back = False
         self._max_empty, self._empty_rewards = settings.run.max_empty_batches, list[float]()
         self._rewards = list(state.get("rewards", (0, 0.0)))
@@ -215,19 +221,20 @@ class Governor:
     def _judge(self, version: PolicyVersion, statistics: UpdateStatistics) -> None:
         rules, size, kl = self._rules, statistics.effective_sample_size, statistics.kl_sampler_learner
         self._collapsed = self._collapsed + 1 if size < rules.collapse_sample_size or kl > rules.collapse_kl else 0
+        missed = size < rules.target_sample_size or kl > rules.target_kl
+        self._missed, self._off_target = self._missed + 1 if missed else 0, missed
         if not self._adapts:
             return
-        missed = size < rules.target_sample_size or kl > rules.target_kl
         roomy = size >= (1 + rules.target_sample_size) / 2 and kl <= rules.target_kl / 2
         action, before = self._loop.judged(missed=missed, roomy=roomy), self._loop.bound
         if action is None:
             return
         if action is Action.TIGHTENED:
+            self._missed = 0  # the new bound may cure it
             self._flushed_batches = math.ceil(self._pool.outstanding_groups / self._groups_per_batch)
         self._pool.bound_staleness(before)
         counted = f"{rules.patience_updates} updates in a row missed" if missed else "for long, all updates were well within"
-        targets = f"effective sample size {rules.target_sample_size:g} or KL {rules.target_kl:g}"
-        self._emit(action, version, f"{counted} {targets}: at most {before} updates old from now on", statistics)
+        self._emit(action, version, f"{counted} {self._targets}: at most {before} updates old from now on", statistics)
 
     def _judge_failure(self, result: UpdateResult) -> None:
         version, most = result.version_after, self._max_refused
@@ -240,6 +247,8 @@ class Governor:
                 self._refused_of.clear()
                 return self._fail(version, f"{count} of the last {of} updates were refused: {last}")
         self._judge_collapse(version, result.statistics)
+        if self._rules.on_failure is OnFailure.ROLL_BACK and self._missed >= LASTING * self._rules.patience_updates:
+            self._fail(version, f"{self._missed} updates in a row missed {self._targets}", result.statistics)
         if (reason := self._reward.lost()) is not None:
             self._fail(version, reason, result.statistics)
 
@@ -251,10 +260,14 @@ class Governor:
         batches = "updates in a row were" if statistics is not None else "batches in a row were without signal or"
         self._fail(version, f"{count} {batches} beyond {limits}", statistics)
 
+    @property
+    def _targets(self) -> str:
+        return f"effective sample size {self._rules.target_sample_size:g} or KL {self._rules.target_kl:g}"
+
     def _ill(self) -> str | None:
         if self._refused:
             return "the last update was refused"
-        if self._collapsed:
+        if self._off_target or self._collapsed:
             return "the policy is far from its data"
         return "the reward falls" if self._reward.falling() else None
 
