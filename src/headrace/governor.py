@@ -44,7 +44,7 @@ REWARD_BATCHES = 10
 """Whose mean is the level of the reward."""
 RECENT_BATCHES = 3
 """Whose reward says whether a checkpoint is worth making."""
-RECENT_ERRORS = 2.0
+RECENT_ERRORS = 1.0
 """Standard errors that it may lie under the best level: to save later costs little, to go back to bad weights everything."""
 LASTING = 2
 """Times governor.patience_updates: updates in a row that miss a target, after which a run that may go back does."""
@@ -121,21 +121,25 @@ class RewardWatch:
 
     def lost(self) -> str | None:
         """What of the reward is gone for good, for people."""
-        if len(self._recent) < (self._recent.maxlen or 0) or not self._below(len(self._recent), STANDARD_ERRORS):
+        known = len(self._recent) == self._recent.maxlen and len(self._steps) >= 2 * REWARD_BATCHES
+        if self._drop is None or not known or not self._below(len(self._recent), STANDARD_ERRORS, share=self._drop):
             return None
         return f"the reward fell to {fmean(self._recent):.3g} over {len(self._recent)} batches, it had risen from {self.first:.3g} to {self.best:.3g}"
 
     def falling(self) -> bool:
-        """The newest batches alone look like it."""
-        return self._below(min(RECENT_BATCHES, len(self._recent)), RECENT_ERRORS)
+        """The newest batches alone look like it, or are too few to say no."""
+        if self._drop is None or self.best is None:
+            return False
+        return len(self._recent) < RECENT_BATCHES or self._below(RECENT_BATCHES, RECENT_ERRORS, share=self._drop / 2)
 
-    def _below(self, batches: int, errors: float) -> bool:
-        if self._drop is None or self.best is None or self.first is None or not batches:
+    def _below(self, batches: int, errors: float, *, share: float) -> bool:
+        """The mean of the newest batches is under the best level by that share of the gain and by so many standard errors."""
+        if self.best is None or self.first is None:
             return False
         # two draws of a normal variable differ by 2 / sqrt(pi) standard deviations in the mean; one fall is but one step of many
-        deviation = fmean(self._steps) * math.sqrt(math.pi) / 2 if len(self._steps) >= 2 * REWARD_BATCHES else math.inf
+        deviation = fmean(self._steps) * math.sqrt(math.pi) / 2 if self._steps else 0.0
         error = deviation / math.sqrt(batches)
-        return fmean(list(self._recent)[-batches:]) < self.best - max(self._drop * (self.best - self.first), errors * error)
+        return fmean(list(self._recent)[-batches:]) < self.best - max(share * (self.best - self.first), errors * error)
 
 
 class Governor:
