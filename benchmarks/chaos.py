@@ -33,10 +33,10 @@ REAL = ("run.num_updates=200", "checkpoint.every_updates=10", "evaluation.every_
 MODES = (("run.mode=async", "pool.max_staleness=3"), ("run.mode=sync", "pool.max_staleness=0"))
 
 
-def scripted_story(directory: Path, seed: int, kills: int, delay_seconds: float) -> Story:
+def scripted_story(directory: Path, seed: int, kills: int, delay_seconds: float, training_fraction: float) -> Story:
     story = Story(kind="scripted", directory=directory, seed=seed, overrides=(*SCRIPTED, *MODES[seed % len(MODES)]))
     try:
-        story.tell(kills, roles=ROLES, delay_seconds=delay_seconds)
+        story.tell(kills, roles=ROLES, delay_seconds=delay_seconds, training_fraction=training_fraction)
         story.interrupt()
         story.finish(f"run.num_updates={story.reached() + 5}")
         check(story)
@@ -45,10 +45,10 @@ def scripted_story(directory: Path, seed: int, kills: int, delay_seconds: float)
     return story
 
 
-def real_story(directory: Path, seed: int, kills: int, delay_seconds: float) -> Story:
+def real_story(directory: Path, seed: int, kills: int, delay_seconds: float, training_fraction: float) -> Story:
     story = Story(kind="real", directory=directory, seed=seed, overrides=(*REAL, *MODES[0]))
     try:
-        story.tell(kills, roles=ROLES, delay_seconds=delay_seconds)
+        story.tell(kills, roles=ROLES, delay_seconds=delay_seconds, training_fraction=training_fraction)
         story.finish()
         check(story)
     finally:
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--delay", type=float, default=2.0, help="longest time between two kills, seconds")
+    parser.add_argument("--training", type=float, default=0.7, help="fraction of the kills that wait until the run makes updates again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -90,10 +91,10 @@ def main() -> None:
         while (left := arguments.kills - sum(len(story.kills) for story in stories)) > 0:
             seed = arguments.seed + len(stories)
             tell = real_story if arguments.real else scripted_story
-            story = tell(Path(folder) / f"run{seed}", seed, min(left, PER_STORY[kind]), arguments.delay)
+            story = tell(Path(folder) / f"run{seed}", seed, min(left, PER_STORY[kind]), arguments.delay, arguments.training)
             stories.append(story)
             if arguments.real:
-                calm = real_story(Path(folder) / f"calm{seed}", seed, 0, 0.0)
+                calm = real_story(Path(folder) / f"calm{seed}", seed, 0, 0.0, 0.0)
                 pairs.append((final(story), final(calm)))
             print(f"seed {seed}: {len(story.kills)} kills, {story.num_resumed} resumes, all accounted for; {time.monotonic() - started:.0f} s", flush=True)
     kills = [kill for story in stories for kill in story.kills]

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,20 @@ class Story:
         self._under_way = False
         self._first_update = False
 
-    def tell(self, num_kills: int, *, roles: tuple[str, ...], delay_seconds: float) -> None:
-        """Kills until there were so many, each a random while after the one before; then waits for an update."""
+    def tell(self, num_kills: int, *, roles: tuple[str, ...], delay_seconds: float, training_fraction: float = 0.0) -> None:
+        """Kills until there were so many, each a random while after the one before, or, that fraction of them, after the run makes updates
+        again. Then waits for an update."""
         if self._process is None:
             self._start()
         while len(self.kills) < num_kills and not self._is_done():
+            if self._draw.random() < training_fraction:
+                self._until(lambda: self._under_way and self._first_update)
             self._watch(self._draw.uniform(0.0, delay_seconds))
             if self._is_done():
                 break
             self._kill(self._draw.choice(roles))
-        if self.kills and self.kills[-1].next_update_seconds is None:
-            self._until_update()
+        if self.kills:
+            self._until(lambda: self.kills[-1].next_update_seconds is not None)
 
     def interrupt(self) -> int:
         """Ctrl-C; the exit code."""
@@ -139,10 +143,10 @@ class Story:
                 return
             time.sleep(0.01)
 
-    def _until_update(self) -> None:
+    def _until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + MAX_SECONDS
-        while self.kills[-1].next_update_seconds is None and not self._is_done():
-            assert time.monotonic() < deadline, f"no update after {asdict(self.kills[-1])}: {(self.notes / 'stderr').read_text()[-2000:]}"
+        while not condition() and not self._is_done():
+            assert time.monotonic() < deadline, f"no update after {self.kills[-1:]}: {(self.notes / 'stderr').read_text()[-2000:]}"
             self._watch(0.05)
 
     def _read(self) -> None:
