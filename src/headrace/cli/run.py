@@ -29,7 +29,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     if planned is not None:
         from headrace.planner.promise import promise_of_plan
 
-        resolved = dataclasses.replace(resolved, promised=promise_of_plan(Path(arguments.plan), arguments.rank, resolved, planned[1]))
+        resolved = dataclasses.replace(resolved, promised=promise_of_plan(planned, arguments.rank, resolved))
     if arguments.dry_run:
         print_settings(resolved, output)
         output.result(settings_object(resolved))

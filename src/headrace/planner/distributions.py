@@ -43,14 +43,20 @@ class Distribution:
         return cls(mean=value, quantiles=((0.0, value), (1.0, value)))
 
     @classmethod
-    def of(cls, values: Sequence[float], updates: Sequence[float] | None = None) -> Distribution:
-        """Of measured values; `updates`: at which policy version each began, for the drift. At least one value."""
+    def of(cls, values: Sequence[float], updates: Sequence[float] | None = None, groups: Sequence[int] | None = None) -> Distribution:
+        """Of measured values; `updates`: at which policy version each began, for the drift. At least one value.
+
+        `groups`: values of one task are alike, so that it is tasks that a drift must be clear of.
+        """
         data = np.asarray(values, dtype=float)
         levels = np.asarray(GRID)
         # plotting positions (i - 0.5) / n, so that few values are not taken for a sharper distribution than they show
         positions = (np.arange(len(data)) + 0.5) / len(data)
         table = np.interp(levels, positions, np.sort(data)) if len(data) > 1 else np.full(len(levels), data[0])
-        drift = 0.0 if updates is None else _drift(data, np.asarray(updates, dtype=float))
+        drift = 0.0
+        if updates is not None:
+            began = np.asarray(updates, dtype=float)
+            drift = _drift(data, began) if groups is None else _drift(*_means(np.asarray(groups), data, began))
         return cls(mean=float(data.mean()), quantiles=tuple(zip(GRID, map(float, table), strict=True)), drift_per_update=drift)
 
     @classmethod
@@ -131,6 +137,12 @@ class Distribution:
     def tailness(self, group_size: int) -> float:
         """E[largest of a group] / E[one]."""
         return max(1.0, self.expected_max(group_size) / self.table_mean) if self.table_mean > 0 else 1.0
+
+
+def _means(groups: np.ndarray[Any, Any], *columns: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Of each column, by group."""
+    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return [np.bincount(index, weights=column) / counts for column in columns]
 
 
 def _drift(values: np.ndarray[Any, Any], updates: np.ndarray[Any, Any]) -> float:

@@ -17,6 +17,7 @@ from headrace.planner.estimate import Setup, Steady, steady_state, update_second
 from headrace.planner.inputs import INPUTS
 from headrace.planner.plan import Spread
 from headrace.planner.profile import Profile
+from headrace.planner.time_model import DRIFT_FADES
 
 _DRAWS = 400
 _PARTS = 8
@@ -29,8 +30,6 @@ _LENGTH_ERROR = 0.15
 """Relative, of lengths that were assumed."""
 _DRIFT_ERROR = 0.5
 """Relative, of a measured drift that is carried on beyond what was measured."""
-_DRIFT_FADES = 2.0
-"""Times the updates measured after which most of a drift is over."""
 _SHRUNK = 0.25
 """Of their mean, to which answers may shrink."""
 _EXTRAPOLATION = 0.05
@@ -112,8 +111,22 @@ def _drifting(profile: Profile, update: float) -> float:
     """Updates that count for a drift at this one: it dies away beyond what was measured, which is all that is known of it."""
     if profile.observed is None:
         return update
-    fades = _DRIFT_FADES * profile.observed.num_updates
+    fades = DRIFT_FADES * profile.observed.num_updates
     return fades * -math.expm1(-update / fades)
+
+
+def from_the_start(profile: Profile) -> Profile:
+    """Of a run that begins where the measured one began: lengths that drifted were those of its mean in its middle."""
+    if profile.observed is None:
+        return profile
+    lengths, names = profile.distributions, ("prompt_tokens", "answer_tokens", "steps")
+    began = {}
+    for name in names:
+        each = getattr(lengths, name)
+        before = each.mean - each.drift_per_update * profile.observed.num_updates / 2
+        if each.drift_per_update and before > 0:
+            began[name] = replace(each.scaled(before / each.mean), drift_per_update=each.drift_per_update)
+    return profile.with_distributions(replace(lengths, **began))
 
 
 def without_drift(profile: Profile) -> Profile:

@@ -180,6 +180,7 @@ def _model(recording: Recording) -> tuple[Model, int]:
 
 def _distributions(recording: Recording) -> tuple[Distributions, Group]:
     rollouts = settled(recording.rollouts)
+    groups = [int(line["group"]) for line in rollouts]
     began = [float(line["versions"][0]) if line["versions"] else 0.0 for line in rollouts]
     answers = [float(line["tokens"]) for line in rollouts]
     drawn = sum(line["activity"]["sampled_tokens"] for line in recording.active)
@@ -189,9 +190,9 @@ def _distributions(recording: Recording) -> tuple[Distributions, Group]:
     steps = [float(line["steps"]) for line in rollouts]
     waits = [float(line["wait_seconds"] or 0.0) for line in rollouts]
     return Distributions(
-        prompt_tokens=Distribution.of(prompts, began),
-        answer_tokens=Distribution.of(answers, began),
-        steps=Distribution.of(steps, began),
+        prompt_tokens=Distribution.of(prompts, began, groups),
+        answer_tokens=Distribution.of(answers, began, groups),
+        steps=Distribution.of(steps, began, groups),
         tool_wait_seconds=_step_waits(steps, waits),
     ), _group(rollouts)
 

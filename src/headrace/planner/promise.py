@@ -12,10 +12,14 @@ from headrace.planner.profile import Profile
 from headrace.planner.run_forecast import forecast_run, simulated_settings
 
 
-def promise_of_plan(path: Path, rank: int | None, resolved: ResolvedSettings, planned: Sequence[str]) -> dict[str, Any] | None:
-    """Of a plan.json whose settings (`planned`, key=value) the run keeps; None for one that only holds settings, or where some were changed."""
-    keys = [setting.partition("=")[0] for setting in planned]
-    if path.suffix == ".toml" or any(resolved.origins.get(key) != str(path) for key in keys):
+def promise_of_plan(planned: tuple[str, Sequence[str]], rank: int | None, resolved: ResolvedSettings) -> dict[str, Any] | None:
+    """Of a plan.json whose settings the run keeps; None for a file that only holds settings, or where some were changed.
+
+    `planned`: (file, key=value settings) as load_settings got them.
+    """
+    file, settings = planned
+    path = Path(file)
+    if path.suffix == ".toml" or any(resolved.origins.get(setting.partition("=")[0]) != file for setting in settings):
         return None
     plan = load_proposal(path).plan(rank or 1, file=str(path))
     updates = resolved.settings.run.num_updates

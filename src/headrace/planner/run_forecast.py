@@ -13,7 +13,7 @@ import numpy as np
 from headrace.config import Settings
 from headrace.config_loading import make_settings
 from headrace.planner.estimate import Setup
-from headrace.planner.forecast import uncertainty
+from headrace.planner.forecast import from_the_start, uncertainty
 from headrace.planner.inputs import apply_what_if
 from headrace.planner.plan import Spread
 from headrace.planner.profile import Profile
@@ -24,6 +24,8 @@ from headrace.runtime.simulated import simulate
 
 _DRAWS = 9
 _INPUTS = ("decode", "learn", "answers")
+_SIMULATION_ERROR = 0.05
+"""Relative, of simulated runs against the very runs that their profiles come from (benchmarks/planner_check.py, 16 runs of `door`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +58,17 @@ def forecast_run(profile: Profile, settings: Settings, *, draws: int = _DRAWS, c
     """Raises ConfigError for settings that the simulation does not know.
 
     `cores`: how many of this machine's the devices share, where they do (samplers first, then learner ranks, in turn). The interval carries
-    what `headrace plan` states of a profile (forecast.py): another day, the scatter of the fits, the error of mean lengths; and chance.
+    what `headrace plan` states of a profile (forecast.py): another day, the scatter of the fits, the error of mean lengths; chance; and how far
+    simulations are off.
     """
     summaries = []
     for index, factors in enumerate(_factors(profile, settings, draws)):
         seeded = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": settings.run.seed + index})})
-        summary, changed = RunSummary(), apply_what_if(profile, factors)
+        summary, changed = RunSummary(), apply_what_if(from_the_start(profile), factors)
         simulate(seeded, time_model(changed, seeded, cores=cores), subscribers=[summary.add])
         summaries.append(summary.result())
-    low, middle, high = (float(value) for value in np.quantile([each["wall_seconds"] for each in summaries], (0.1, 0.5, 0.9)))
+    seconds = [each["wall_seconds"] * factor for each, factor in zip(summaries, _spread(_SIMULATION_ERROR, draws, stream=10), strict=True)]
+    low, middle, high = (float(value) for value in np.quantile(seconds, (0.1, 0.5, 0.9)))
     ages = [each["staleness"]["mean"] for each in summaries if each["staleness"]["mean"] is not None]
     return RunForecast(
         num_updates=settings.run.num_updates,
@@ -89,9 +93,11 @@ def _factors(profile: Profile, settings: Settings, draws: int) -> list[dict[str,
     )
     running = max(point.running for point in profile.decode.points)
     errors = uncertainty(profile, setup, min(running, settings.sampler.max_running))
-    levels = [NormalDist().inv_cdf((index + 0.5) / draws) for index in range(draws)]
-    columns = {}
-    for stream, name in enumerate(_INPUTS, 11):
-        shuffled = np.random.default_rng(stream).permutation(levels)
-        columns[name] = [math.exp(getattr(errors, name) * level) for level in shuffled]
+    columns = {name: _spread(getattr(errors, name), draws, stream=stream) for stream, name in enumerate(_INPUTS, 11)}
     return [{name: column[index] for name, column in columns.items()} for index in range(draws)]
+
+
+def _spread(deviation: float, draws: int, *, stream: int) -> list[float]:
+    """Factors with median 1, one from each of as many equally likely parts, in an order of their own; one draw is the median."""
+    levels = [NormalDist().inv_cdf((index + 0.5) / draws) for index in range(draws)]
+    return [math.exp(deviation * float(level)) for level in np.random.default_rng(stream).permutation(levels)]

@@ -25,6 +25,8 @@ _MOST_HEARTBEAT_SECONDS = 30.0
 _HEARTBEATS_PER_UPDATE = 8
 _TABLE = 4096
 """Values that stand for a distribution."""
+DRIFT_FADES = 2.0
+"""Times the updates measured after which most of a drift is over."""
 _SEVERAL_STEPS = 1.5
 _LEAST_SHARE = 0.05
 """Of its mean, to which a length that shrinks over the run is held."""
@@ -90,7 +92,9 @@ def rollout_planner(profile: Profile, *, failures: float = 0.0) -> Callable[[Rol
     """Draws a rollout by the seed and key of its request; lengths drift with the version it starts under."""
     lengths = profile.distributions
     several = lengths.steps.mean > _SEVERAL_STEPS
-    answers, prompts, counts, waits = map(_Draws, (lengths.answer_tokens, lengths.prompt_tokens, lengths.steps, lengths.tool_wait_seconds))
+    fades = math.inf if profile.observed is None else DRIFT_FADES * profile.observed.num_updates
+    measured = (lengths.answer_tokens, lengths.prompt_tokens, lengths.steps, lengths.tool_wait_seconds)
+    answers, prompts, counts, waits = (_Draws(each, fades) for each in measured)
     shared = shared_part(lengths.answer_tokens, profile.group.size, profile.group.tailness)
     own, both = math.sqrt(1.0 - shared), math.sqrt(shared)
 
@@ -116,17 +120,22 @@ def rollout_planner(profile: Profile, *, failures: float = 0.0) -> Callable[[Rol
 class _Draws:
     """A distribution as a table of equally likely values with its mean."""
 
-    def __init__(self, distribution: Distribution) -> None:
+    def __init__(self, distribution: Distribution, fades: float = math.inf) -> None:
+        """`fades`: updates over which a drift dies away; it is not carried on for ever."""
         values = [distribution.quantile((index + 0.5) / _TABLE) for index in range(_TABLE)]
         mean = sum(values) / _TABLE
         factor = distribution.mean / mean if mean > 0 else 1.0
         self._values = [value * factor for value in values]
+        self._fades = fades
         self._drift = distribution.drift_per_update / distribution.mean if distribution.mean > 0 else 0.0
 
     def at(self, level: float, version: int) -> float:
         """The value at a level, 0 to 1, of a rollout that starts under this version."""
         value = self._values[min(_TABLE - 1, int(level * _TABLE))]
-        return value * max(_LEAST_SHARE, 1.0 + self._drift * version) if self._drift else value
+        if not self._drift:
+            return value
+        updates = version if math.isinf(self._fades) else self._fades * -math.expm1(-version / self._fades)
+        return value * max(_LEAST_SHARE, 1.0 + self._drift * updates)
 
 
 def _spread(total: int, count: int) -> list[int]:

@@ -10,6 +10,7 @@ from headrace.report.summary import over_bound_fraction
 _IDLE = 0.3
 """A device that is idle for one reason longer than this share of its time is worth a word."""
 _FULL = 0.7
+_ALL = 0.95
 _MIN_SECONDS = 5.0
 _LOW_SAMPLE_SIZE = 0.5
 _MANY_STALE = 0.05
@@ -64,7 +65,8 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
         plain = "of plain `def` code, rollout.num_user_processes or async def"
         return f"samplers idle {environment:.0%}: all rollouts wait for their environments; more in flight would fill it: try {remedy}; {plain}"
     if waits_for_batch > _IDLE:
-        return f"learner idle {waits_for_batch:.0%}: samplers are the bottleneck; try {more}"
+        could = f", the learner could take {1 / (1 - waits_for_batch):.1f} x as much" if waits_for_batch < _ALL else ""
+        return f"learner idle {waits_for_batch:.0%}: samplers are the bottleneck; try {more}{could}"
     return None
 
 

@@ -24,6 +24,7 @@ from headrace.planner.plan import (
     proposal_from_json,
     save_proposal,
 )
+from headrace.planner.promise import promise_of_plan
 from headrace.planner.proposal import make_proposal
 
 KEYS = {"profile", "request", "best", "plans", "flat_region", "speedup_over_best_sync", "sensitivity", "estimated", "infeasible_reason"}
@@ -114,6 +115,23 @@ def test_the_overlay_turns_a_recipe_into_the_plan(proposal: Proposal, tmp_path: 
         assert plan.placement == "colocated" or settings.run.num_learner_ranks == plan.num_learner_devices
         assert settings.batch_trajectories == plan.batch_trajectories and settings.sampler.max_running == plan.slots_per_sampler
         assert plan.mode == "sync" or settings.pool.max_staleness == plan.max_staleness
+
+
+def test_a_run_is_promised_what_its_plan_says_as_long_as_it_keeps_the_plans_settings(proposal: Proposal, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_proposal(proposal, path)
+    planned = load_overlay(path)
+    updates = proposal.plans[0].num_updates
+
+    def promised(*overrides: str) -> dict[str, object] | None:
+        resolved = load_settings("door", [f"run.num_updates={2 * updates}", *overrides], plan=(str(path), planned))
+        return promise_of_plan((str(path), planned), None, resolved)
+
+    promise, best = promised(), proposal.plans[0]
+    assert promise is not None and promise["by"] == "plan.json, rank 1"
+    assert promise["finish_seconds"] == pytest.approx({name: 2 * getattr(best.finish_seconds, name) for name in ("p10", "p50", "p90")})
+    assert (promise["staleness_mean"], promise["occupancy"]) == (best.staleness.mean, best.occupancy)
+    assert promised("sampler.max_running=3") is None
 
 
 def test_overlay_as_toml_says_the_same_as_the_plan(proposal: Proposal, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fakes.plan_profiles import plain_profile
 from headrace.config import Settings
 from headrace.planner.distributions import Distribution
-from headrace.planner.profile import Group, Profile
+from headrace.planner.profile import Group, Observed, Profile
 from headrace.planner.simulation import simulated_tree
 from headrace.planner.time_model import rollout_planner, shared_part, time_model
 from headrace.runtime.time_model import PlannedRollout
@@ -109,3 +109,16 @@ def test_times_are_those_of_the_fits() -> None:
     assert model.learn_seconds(8000.0, 2) == pytest.approx(0.5 + 8000 * 4 * 0.5 * 1e-4 / 2)
     assert (model.transfer_seconds, model.pause_seconds) == (1.25, 0.75)
     assert (model.publish_seconds, model.handover_seconds, model.learn_busy_fraction, model.update_bytes) == (0.5, 0.25, 0.75, 7)
+
+
+def test_a_measured_drift_dies_away_beyond_the_run_that_was_measured() -> None:
+    observed = Observed(
+        mode="async", placement="split", num_sampler_devices=1, num_learner_devices=1, slots_per_sampler=8, batch_trajectories=8, max_staleness=2,
+        num_updates=10, step_seconds=1.0, trajectories_per_second=1.0, mean_in_flight=1.0, rollout_seconds=1.0, staleness_mean=0.0,
+        learner_busy_fraction=0.5, sampler_busy_fraction=0.5, mean_running=4.0,
+    )  # fmt: skip
+    profile = plain_profile(answers=replace(Distribution.constant(100.0), drift_per_update=10.0))
+    for_ever, fading = rollout_planner(profile), rollout_planner(replace(profile, observed=observed))
+    assert answer_tokens(for_ever(request(), 100)) == 1100
+    assert answer_tokens(fading(request(), 5)) == pytest.approx(100 + 10 * 20 * (1 - math.exp(-5 / 20)), abs=1)
+    assert answer_tokens(fading(request(), 1000)) == 300
