@@ -50,6 +50,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "marks": ("sampler.apply=key_steps",),
     "marks-paced": ("sampler.apply=key_steps", "pool.pace_key_steps=true"),
     "verify-key": VERIFY_KEYS,
+    "verify-key-lenient": (*VERIFY_KEYS, "pool.verify_lenience=4.0"),
     "verify-key-quorum": (*VERIFY_KEYS, "pool.quorum=6"),
     "verify-all": ("pool.verify=all",),
     "verify-key-unclipped": (*VERIFY_KEYS, "learner.clip_low=0.999", "learner.clip_high=1000.0"),
