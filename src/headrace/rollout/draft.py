@@ -169,7 +169,7 @@ class Draft:
 
 
 def _shifted(completion: Completion, start: int) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(version=span.version, start=start + span.start, end=start + span.end) for span in completion.version_spans)
+    return tuple([VersionSpan(version=span.version, start=start + span.start, end=start + span.end) for span in completion.version_spans])
 
 
 def _joined(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:

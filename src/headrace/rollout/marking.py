@@ -40,6 +40,8 @@ class Marker:
         self._after = [rule for rule in rules if not rule.is_known_before]
         self._settings = settings
         self._function = function
+        self.marks_afterwards = marks_afterwards(settings)
+        """Whether a step can become key only once its action, its reward or the whole rollout is known."""
         self._entropies = RecentEntropies(settings.entropy_fraction)
 
     def before(self, observation: Observation) -> float:
@@ -50,11 +52,6 @@ class Marker:
             if any(rule.marks_observation(text) for rule in self._before):
                 return RULE_WEIGHT
         return weight
-
-    @property
-    def marks_afterwards(self) -> bool:
-        """Whether a step can become key only once its action, its reward or the whole rollout is known."""
-        return marks_afterwards(self._settings)
 
     @property
     def has_function(self) -> bool:

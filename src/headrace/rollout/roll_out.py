@@ -184,7 +184,7 @@ class Rollout:
             observation = first_observation(self.request.task)
             self.progress.enter(Phase.SAMPLER)
             return await self._graded(self._answered(await self._act(observation, self._render(observation))))
-        return await self._graded(await self._in_time(lambda: self._walk(environment)))
+        return await self._graded(await self._in_time(environment, lambda: self._first_action(environment)))
 
     async def go_on(self) -> EndReason:
         """From an action that has begun again to the end: what `_begin` does with the actions before it left out."""
@@ -192,11 +192,7 @@ class Rollout:
         self.progress.enter(Phase.SAMPLER)
         if environment is None:
             return await self._graded(self._answered(await self._finish_action()))
-
-        async def walk_on() -> EndReason:
-            return await self._walk_on(environment, await self._finish_action())
-
-        return await self._graded(await self._in_time(walk_on))
+        return await self._graded(await self._in_time(environment, self._finish_action))
 
     async def _graded(self, end_reason: EndReason) -> EndReason:
         if self.user_code.has_reward and self.draft.steps:
@@ -216,14 +212,14 @@ class Rollout:
 
     # Tasks with an environment
 
-    async def _in_time(self, walk: Callable[[], Awaitable[EndReason]]) -> EndReason:
+    async def _in_time(self, environment: Environment, begin: Callable[[], Awaitable[Action]]) -> EndReason:
         """One timer a rollout: at the deadline it cuts a wait for the environment, and leaves an action that is being drawn alone."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as timeout:
                 timer = loop.call_at(self.deadline_seconds, self._cut_environment, timeout)
                 try:
-                    return await walk()
+                    return await self._walk(environment, await begin())
                 finally:
                     timer.cancel()
         except TimeoutError as error:
@@ -238,11 +234,11 @@ class Rollout:
         if self.progress.phase in ENVIRONMENT_PHASES:
             timeout.reschedule(clock.now())
 
-    async def _walk(self, environment: Environment) -> EndReason:
+    async def _first_action(self, environment: Environment) -> Action:
         observation = await self._reset(environment)
-        return await self._walk_on(environment, await self._act(observation, self._render(observation)))
+        return await self._act(observation, self._render(observation))
 
-    async def _walk_on(self, environment: Environment, action: Action) -> EndReason:
+    async def _walk(self, environment: Environment, action: Action) -> EndReason:
         """From a whole action to the end."""
         draft = self.draft
         while True:

@@ -136,8 +136,8 @@ class LoopEnvironment:
     async def reset(self, task: Task) -> Observation:
         return await self._call("reset", self._environment.reset, task)
 
-    async def step(self, action: Action) -> Outcome | tuple[Observation | None, float, bool]:
-        return await call_on_loop(self._environment.step, action, name=self._step_name, watch=self._watch)
+    def step(self, action: Action) -> Coroutine[Any, Any, Outcome | tuple[Observation | None, float, bool]]:
+        return call_on_loop(self._environment.step, action, name=self._step_name, watch=self._watch)
 
     @property
     def rewind(self) -> Rewind:

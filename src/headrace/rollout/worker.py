@@ -73,6 +73,7 @@ class RolloutWorkerCore:
         self._user_code: UserCode = RecipeUserCode(code, settings) if isinstance(code, RecipeCode) else code
         self._tokenizer = ShortTextCache(tokenizer)
         self._settings = settings
+        self._gather_seconds = settings.sampler.gather_seconds
         self._marker = Marker(settings.marks, self._user_code.mark)
         self._rule = VerifyRule.of(settings)
         self._rollouts: dict[RolloutKey, _InFlight] = {}
@@ -299,7 +300,9 @@ class RolloutWorkerCore:
         if self._stop.is_set():
             return 0
         time, parked = clock.now(), frozenset(self._sampler.parked)
-        holding = [key for key, rollout in self._rollouts.items() if key not in parked and not self._gave_its_slot_away(rollout.progress, time)]
+        holding = [key for key, rollout in self._rollouts.items() if not self._gave_its_slot_away(rollout.progress, time)]
+        if parked:
+            holding = [key for key in holding if key not in parked]
         long_rollouts, most_long = self._sampler.long_rollouts, self._sampler.most_long
         # long ones beyond their share are parked as soon as short work waits, so room for it is there
         yielding = max(0, sum(key in long_rollouts for key in holding) - most_long) if long_rollouts else 0
@@ -310,8 +313,10 @@ class RolloutWorkerCore:
 
     def _gave_its_slot_away(self, progress: RolloutProgress, time: float) -> bool:
         """An environment that answers within the time in which the sampler gathers answers does not count as waiting."""
-        patience = RESET_SECONDS if progress.phase is Phase.RESET else self._settings.sampler.gather_seconds
-        return progress.phase in ENVIRONMENT_PHASES and time - progress.since_seconds > patience
+        if progress.phase not in ENVIRONMENT_PHASES:
+            return False
+        patience = RESET_SECONDS if progress.phase is Phase.RESET else self._gather_seconds
+        return time - progress.since_seconds > patience
 
     def _longest_wait(self) -> str | None:
         texts = [self._user_code.warning()]

@@ -152,8 +152,13 @@ class SlotTable:
             return
         row.slot = kept.slot
         # The last token's logits are wanted, so at least one token is computed.
-        if row.tokens[: len(kept.tokens)] == kept.tokens:
+        if _begins_with(row.tokens, kept.tokens):
             row.cached = min(kept.cached, len(row.tokens) - 1)
+
+    def num_known(self, row: Row) -> int:
+        """Leading tokens of the row's context that its rollout's cache was kept with: they were served before."""
+        kept = self._kept.get(row.request.key)
+        return len(kept.tokens) if kept is not None and _begins_with(row.tokens, kept.tokens) else 0
 
     def forget(self, key: RolloutKey) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
@@ -163,3 +168,7 @@ class SlotTable:
         """Idle rollouts' keys and values are of older weights and must not be read again."""
         for kept in self._kept.values():
             kept.cached = 0
+
+
+def _begins_with(tokens: list[int], first: list[int]) -> bool:
+    return tokens[: len(first)] == first

@@ -98,6 +98,7 @@ class TransformersSampler:
         self._check(request)
         named = (request.round, DRAW) if request.round else ()
         row = Row(request, stream_key(request.seed, request.key, request.step, *named), asyncio.get_running_loop().create_future())
+        self._check_tokens(row.tokens[self._engine.slots.num_known(row) :])
         self._engine.add(row)
         self._wake.set()
         self._target.arrive()
@@ -294,7 +295,6 @@ class TransformersSampler:
             raise HeadraceError(f"Sampling parameters out of range: {sampling}.")
         if not 0 <= request.drawn_tokens < min(length, sampling.max_action_tokens):
             raise HeadraceError(f"A context of {length} tokens cannot end with {request.drawn_tokens} of an action of at most {sampling.max_action_tokens}.")
-        self._check_tokens(request.tokens)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         """An unknown token would fail the forward of the whole batch."""
