@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.main import main as headrace
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 
 EVALUATE_EVERY = 5

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import events as ev
-from headrace.events import EventLog, read_events
+from headrace.event_log import EventLog, read_events
 from headrace.report.summary import summarize
 
 KINDS = {value.name: value for value in vars(ev).values() if isinstance(value, type) and issubclass(value, ev.Event) and value is not ev.Event}

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config_loading import load_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.runtime.local import run_local
 from headrace.runtime.processes import end_forkserver
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from headrace.config_loading import load_settings
 from headrace.errors import HeadraceError
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.runtime.local import run_local
 from headrace.runtime.processes import end_forkserver
 

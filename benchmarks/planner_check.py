@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config_loading import make_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.planner.measure import measure
 from headrace.planner.profile import Profile, load_profile
 from headrace.planner.simulation import SteadyMeter, merged, settings_tree, simulated_tree

@@ -29,7 +29,7 @@ from typing import Any
 
 from headrace.cli.main import main as headrace
 from headrace.config_loading import load_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.planner.inputs import apply_what_if
 from headrace.planner.measure import measure
 from headrace.planner.profile import Profile, load_profile, save_profile

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from fakes.hosts import install_scripted_roles
 from headrace.config_loading import load_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 from headrace.runtime.local import run_local
 from headrace.runtime.processes import end_forkserver

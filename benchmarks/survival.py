@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config_loading import load_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.runtime.local import run_local
 from headrace.runtime.processes import end_forkserver
 

@@ -32,7 +32,8 @@ import headrace
 from headrace.config import Mode, Placement, Settings
 from headrace.config_loading import COMMAND_LINE, ResolvedSettings, load_settings, plain_values
 from headrace.errors import CheckpointError, ConfigError, Problem
-from headrace.events import Evaluated, EventLog, read_events
+from headrace.event_log import EventLog, read_events
+from headrace.events import Evaluated
 from headrace.report.comparison import NUM_SMOOTHED, MeasuredRun, measure_run, measured_capacity
 from headrace.report.progress import ProgressView, duration
 

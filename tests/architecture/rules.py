@@ -11,7 +11,7 @@ from pathlib import Path
 
 LAYERS = {
     **dict.fromkeys(("__init__", "types", "updates", "errors"), 0),
-    **dict.fromkeys(("config", "config_loading", "roles", "events", "clock", "recipe", "statistics", "marks", "manifest"), 1),
+    **dict.fromkeys(("config", "config_loading", "roles", "events", "event_log", "clock", "recipe", "statistics", "marks", "manifest"), 1),
     **dict.fromkeys(("tasks", "rollout", "sampler", "pool", "learner", "weights"), 2),
     **dict.fromkeys(
         ("conductor", "checkpointing", "retention", "evaluation", "governor", "interruption", "restoration", "setbacks", "supervision", "workers"), 3
@@ -33,7 +33,7 @@ HEAVY = {
 # transformers' tokenizers may be loaded where text becomes tokens, but only inside a function
 LAZY_ONLY = {"transformers": ("rollout/", "runtime/hosts.py", "cli/")}
 
-REPORT_READS = frozenset({"events", "types", "updates", "errors", "config"})
+REPORT_READS = frozenset({"events", "event_log", "types", "updates", "errors", "config"})
 
 MAX_MODULE_LINES = 600
 MAX_CONDUCTOR_LINES = 350

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.config_loading import load_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 from headrace.runtime.local import RunOutcome, run_local
 from headrace.runtime.processes import end_forkserver

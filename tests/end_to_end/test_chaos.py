@@ -25,7 +25,7 @@ from end_to_end.conftest import LETTERS, FinishedRun
 from end_to_end.test_runs import left_behind
 from headrace.config_loading import load_settings
 from headrace.errors import WaitTimeoutError, WorkerLostError
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.runtime import processes
 from headrace.runtime.local import run_local
 

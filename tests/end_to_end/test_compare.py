@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from end_to_end.conftest import LETTERS
-from headrace.events import read_events
+from headrace.event_log import read_events
 
 LIMIT_SECONDS = 240.0
 SMALL = ["run.num_updates=3", "evaluation.num_tasks=4", "--seeds", "1"]

@@ -16,7 +16,7 @@ from end_to_end.conftest import FinishedRun
 from end_to_end.test_runs import left_behind
 from headrace.conductor import Conductor
 from headrace.errors import RollBackError, WorkerLostError
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.updates import UpdateResult
 
 RunLetters = Callable[..., FinishedRun]

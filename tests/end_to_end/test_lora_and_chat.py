@@ -14,7 +14,7 @@ from end_to_end.conftest import FinishedRun
 from fakes.chat import chat_tokenizer
 from headrace.config_loading import load_settings
 from headrace.errors import RecipeError
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 from headrace.runtime.local import run_local
 

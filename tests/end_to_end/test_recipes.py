@@ -13,7 +13,7 @@ import pytest
 
 from end_to_end.conftest import LETTERS
 from headrace.config_loading import load_settings, shipped_recipes
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 from headrace.runtime.local import run_local
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.conftest import LETTERS
-from headrace.events import read_events
+from headrace.event_log import read_events
 
 SETTINGS = ("pool.no_signal=train", "checkpoint.every_updates=4", "run.num_updates=400")
 

@@ -17,7 +17,7 @@ import pytest
 from end_to_end.conftest import LETTERS, FinishedRun
 from headrace.config_loading import load_settings
 from headrace.errors import HeadraceError, WorkerLostError
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.runtime.local import evaluate_local, run_local
 
 RunLetters = Callable[..., FinishedRun]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from end_to_end.conftest import LETTERS
-from headrace.events import read_events
+from headrace.event_log import read_events
 
 SLOW = "task.options.wait_seconds=0.05"
 """The run must last for some of the workers' activity reports, one a second."""

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from fakes.chaos_child import PIDS, RECORDS
-from headrace.events import EventFollower, read_events
+from headrace.event_log import EventFollower, read_events
 
 TESTS = Path(__file__).parents[1]
 LETTERS = TESTS / "end_to_end/letters"

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace import events as ev
-from headrace.events import Event, EventLog
+from headrace.event_log import EventLog
+from headrace.events import Event
 from headrace.types import WorkerActivity
 from headrace.updates import UpdateStatistics
 

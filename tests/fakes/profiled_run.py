@@ -9,7 +9,7 @@ import numpy as np
 
 from fakes.made_events import run_started, statistics, window
 from headrace import events as ev
-from headrace.events import EventLog
+from headrace.event_log import EventLog
 from headrace.planner.fits import DecodeFit, LearnFit
 from headrace.types import WorkerActivity
 

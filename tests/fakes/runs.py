@@ -24,7 +24,7 @@ from headrace import clock
 from headrace.checkpointing import Restore
 from headrace.conductor import Conductor, Roles
 from headrace.config import Settings
-from headrace.events import EventLog
+from headrace.event_log import EventLog
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, SampleRequest, SamplingParameters, Task, VerifyRequest
 from headrace.updates import Selection

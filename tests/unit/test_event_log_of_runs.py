@@ -16,7 +16,7 @@ from fakes.runs import ScriptedRun, run_settings
 from headrace import events as ev
 from headrace.clock import periodic_seconds, run_virtual
 from headrace.errors import RunDirectoryError
-from headrace.events import EventFollower, EventLog, read_events
+from headrace.event_log import EventFollower, EventLog, read_events
 from headrace.pool.statistics import PoolStatistics
 from headrace.types import WorkerActivity
 

@@ -12,7 +12,7 @@ import pytest
 
 from fakes.made_events import active, evaluated, run_started, statistics, updated
 from headrace import events as ev
-from headrace.events import EventLog, read_events
+from headrace.event_log import EventLog, read_events
 from headrace.types import EndReason
 
 EVENT_CLASSES = [value for value in vars(ev).values() if isinstance(value, type) and issubclass(value, ev.Event) and value is not ev.Event]

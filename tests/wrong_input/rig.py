@@ -22,7 +22,7 @@ from headrace.cli.main import main
 from headrace.config import Settings
 from headrace.config_loading import load_settings
 from headrace.errors import first_error
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.recipe import RecipeCode
 from headrace.rollout.evaluation import EvaluatorCore
 from headrace.rollout.worker import RolloutWorkerCore

@@ -15,7 +15,8 @@ import pytest
 from headrace.config import Settings
 from headrace.config_loading import load_settings
 from headrace.errors import ConfigError, RunDirectoryError
-from headrace.events import EventLog, TimedWindow, read_events
+from headrace.event_log import EventLog, read_events
+from headrace.events import TimedWindow
 from headrace.runtime.run_directory import RunDirectory
 from wrong_input.rig import Wrong, assert_ended_as_said, command, contents, make_recipe, run_row, scripted_runtime
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.events import read_events
+from headrace.event_log import read_events
 from wrong_input.rig import ENVIRONMENT, TASKS, Wrong, assert_ended_as_said, environment, ids, run_row, scripted_runtime
 
 __all__ = ["scripted_runtime"]

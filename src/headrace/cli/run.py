@@ -16,7 +16,7 @@ from headrace.cli.config import print_settings, settings_object
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.config_loading import ResolvedSettings, load_settings, plain_values
 from headrace.errors import ConfigError, HeadraceError, Problem
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 
 if TYPE_CHECKING:

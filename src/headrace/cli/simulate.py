@@ -13,7 +13,7 @@ from headrace.cli.run import choose_run_directory, sigterm_as_ctrl_c
 from headrace.config import Settings
 from headrace.config_loading import make_settings
 from headrace.errors import ConfigError, Problem
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.planner.plan import Plan, load_proposal
 from headrace.planner.profile import Profile, profile_from_json
 from headrace.planner.simulation import merged, observed_tree, plan_tree, simulated_tree

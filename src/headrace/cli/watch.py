@@ -13,7 +13,7 @@ from rich.live import Live
 
 from headrace.cli.output import Output
 from headrace.cli.runs import CONFIG, EVENTS, find_run, run_settings
-from headrace.events import EventFollower
+from headrace.event_log import EventFollower
 from headrace.report.watch import WatchState, frame
 
 REDRAW_SECONDS = 0.5

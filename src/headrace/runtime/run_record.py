@@ -12,6 +12,7 @@ from typing import Any
 from headrace import events as ev
 from headrace.config import Settings
 from headrace.errors import HeadraceError
+from headrace.event_log import EventLog
 from headrace.runtime.journal import RunJournal
 from headrace.runtime.run_directory import RunDirectory
 from headrace.runtime.trajectory_store import TrajectoryStore
@@ -25,7 +26,7 @@ class RunRecord:
     """`begin` writes line 1; from then on the run is one that happened, however it ends."""
 
     directory: RunDirectory
-    log: ev.EventLog
+    log: EventLog
     store: TrajectoryStore
     has_begun: bool = False
     goes_on: bool = False
@@ -79,7 +80,7 @@ def run_record(
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(contextlib.closing(RunDirectory(run_directory, settings, used=goes_on)))
-        log = stack.enter_context(contextlib.closing((ev.EventLog.reopened if goes_on else ev.EventLog)(directory.events, clock)))
+        log = stack.enter_context(contextlib.closing((EventLog.reopened if goes_on else EventLog)(directory.events, clock)))
         for subscriber in subscribers:
             log.subscribe(subscriber)
         store = stack.enter_context(contextlib.closing(TrajectoryStore.of(settings, run_directory)))

@@ -20,6 +20,7 @@ from headrace import events as ev
 from headrace.conductor import Conductor, Roles
 from headrace.config import Apply, Placement, RecordTrajectories, Settings, UpdateMode, Verify
 from headrace.errors import ConfigError, Problem
+from headrace.event_log import EventLog
 from headrace.roles import EventSink, TaskSource, TrajectoryRecorder
 from headrace.runtime.run_record import run_record
 from headrace.runtime.simulated_cores import take_seats
@@ -149,7 +150,7 @@ def _log(
 ) -> Iterator[tuple[EventSink, Callable[[PolicyVersion], None]]]:  # fmt: skip
     """Where events go, and what to tell the version that was reached."""
     if run_directory is None:
-        with contextlib.closing(ev.EventLog(None, clock.now)) as log:
+        with contextlib.closing(EventLog(None, clock.now)) as log:
             for subscriber in subscribers:
                 log.subscribe(subscriber)
             yield log, lambda version: None

@@ -19,6 +19,7 @@ from headrace.cli import doctor, evaluate, run
 from headrace.cli.main import main
 from headrace.config_loading import load_settings, plain_values
 from headrace.errors import ConfigError, HeadraceError
+from headrace.event_log import EventLog
 from headrace.manifest import write_manifest
 
 RECIPE = """
@@ -54,7 +55,7 @@ def fake_runtime(monkeypatch: pytest.MonkeyPatch, behaviour: Any, **more: Any) -
     async def run_local(resolved: Any, run_directory: Path, *, subscribers: Any = (), progress: Any = None, resume: bool = False) -> None:
         os.makedirs(run_directory, exist_ok=True)
         progress("starting", 0.5)
-        log = ev.EventLog(run_directory / "events.jsonl", lambda: 0.0)
+        log = EventLog(run_directory / "events.jsonl", lambda: 0.0)
         for subscriber in subscribers:
             log.subscribe(subscriber)
         try:

@@ -15,7 +15,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.cli.new import KINDS
 from headrace.config_loading import load_settings
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.recipe import RecipeCode
 from headrace.rollout.user_code import RecipeUserCode
 from headrace.tasks.source import split_tasks

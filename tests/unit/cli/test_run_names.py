@@ -9,7 +9,7 @@ import pytest
 
 from fakes.made_events import evaluated, run_started, statistics, updated, window
 from headrace.cli.main import main
-from headrace.events import EventLog
+from headrace.event_log import EventLog
 
 DEVICES = [{"name": "sampler-0", "role": "sampler", "capacity": 8}, {"name": "learner-0", "role": "learner", "capacity": 1}]
 

@@ -17,7 +17,7 @@ from fakes.made_events import active, evaluated, run_started, statistics, taken,
 from headrace import events as ev
 from headrace.cli.main import main
 from headrace.cli.watch import Watching
-from headrace.events import EventLog
+from headrace.event_log import EventLog
 
 SPLIT = [{"name": "sampler-0", "role": "sampler", "capacity": 8}, {"name": "learner-0", "role": "learner", "capacity": 1}]
 

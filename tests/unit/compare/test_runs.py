@@ -17,7 +17,7 @@ from fakes.made_events import active, run_started, updated, window
 from headrace import events as ev
 from headrace.compare import Arm, Plan, common_capacity, make_arms, run_comparison
 from headrace.errors import CheckpointError, HeadraceError
-from headrace.events import EventLog, read_events
+from headrace.event_log import EventLog, read_events
 from headrace.report.comparison import time_to_reward
 
 RECIPE = """

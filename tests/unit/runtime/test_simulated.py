@@ -17,7 +17,7 @@ from headrace import clock
 from headrace.cli.main import main
 from headrace.config import Settings
 from headrace.errors import ConfigError
-from headrace.events import read_events
+from headrace.event_log import read_events
 from headrace.report.summary import summarize
 from headrace.runtime.simulated import simulate, simulated_conductor, simulated_roles
 from headrace.types import FinishedRollout, RetireReason, RolloutKey
