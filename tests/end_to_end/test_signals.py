@@ -83,6 +83,21 @@ def test_sigterm_ends_the_run_like_ctrl_c(model_cache: Path, tmp_path: Path, ign
     assert gone(family, 10)
 
 
+def test_what_still_loads_when_the_conductor_is_killed_ends_by_itself(model_cache: Path, tmp_path: Path) -> None:
+    """The forkserver listens to nobody while it loads torch."""
+
+    def loads() -> bool:
+        return any("multiprocessing.forkserver" in " ".join(child.cmdline()) for child in command.descendants())
+
+    command = Command(tmp_path / "run")
+    command.wait_until(loads)
+    time.sleep(0.3)  # it has begun
+    family = command.descendants()
+    command.process.kill()
+    command.process.communicate()
+    assert gone(family, 5)
+
+
 def test_children_end_by_themselves_when_the_conductor_is_killed(model_cache: Path, tmp_path: Path) -> None:
     command = Command(tmp_path / "run", "checkpoint.every_updates=3")
     command.wait_until(lambda: command.has_event("checkpoint_saved", 2))

@@ -25,6 +25,7 @@ from headrace.runtime.wire import AsyncWire, BlockingWire
 _THREAD_SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 _PRELOADED = [
+    "headrace.runtime.loading",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.generation",
@@ -35,6 +36,7 @@ _PRELOADED = [
     "headrace.rollout.worker",
     "headrace.rollout.evaluation",
     "headrace.runtime.hosts",
+    "headrace.runtime.loaded",
 ]
 """What the forkserver loads once, so that every role process starts with torch and transformers in place."""
 
