@@ -98,7 +98,7 @@ def common(arguments: argparse.Namespace) -> list[str]:
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     options = ["--seeds", arguments.seeds, "--evaluate-every", EVALUATE_EVERY, "--run-dir", arguments.out]
-    words = ["compare", "door", f"run.num_updates={arguments.updates}", *VARIANTS[arguments.variant], *map(str, options)]
+    words = ["compare", "door", f"run.num_updates={arguments.updates}", *VARIANTS[arguments.variant], *arguments.settings, *map(str, options)]
     words += ["--arm", "sync", "task.options.tool_seconds=0"]
     words += ["--arm", "async", *common(arguments), *UNMARKED]  # compare has an arm of this name: the unmarked one
     for name in arguments.arms:
@@ -116,7 +116,7 @@ def sync_seconds_an_update(arguments: argparse.Namespace) -> float:
     if not is_done(directory):
         settings = ["run.mode=sync", "run.placement=colocated", f"run.num_samplers={DEVICES}", f"run.num_learner_ranks={DEVICES}"]
         settings += [f"run.num_updates={arguments.timed_updates}", f"task.options.tool_seconds={TOOL_SECONDS[arguments.length]}"]
-        settings += ["evaluation.samples_per_task=0", *VARIANTS[arguments.variant]]
+        settings += ["evaluation.samples_per_task=0", *VARIANTS[arguments.variant], *arguments.settings]
         if code := headrace(["run", "door", *settings, "--run-dir", str(directory)]):
             sys.exit(code)
     return float(summarize(read_events(directory / "events.jsonl"))["wall_seconds"]) / arguments.timed_updates
@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(DECIDING))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=70)
+    parser.add_argument("--settings", nargs="*", default=[], metavar="section.key=value", help="of all arms; another --out, please")
     parser.add_argument("--timed-updates", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None, help="default: runs/key-steps-VARIANT-LENGTH")
     arguments = parser.parse_args()
