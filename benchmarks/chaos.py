@@ -29,7 +29,7 @@ from fakes.chaos import CONDUCTOR, Kill, Story, check
 ROLES = ("sampler-0", "sampler-1", "learner-0", CONDUCTOR)
 PER_STORY = {"scripted": 20, "real": 8}
 SCRIPTED = ("run.num_updates=1000000", "checkpoint.every_updates=10", "evaluation.every_updates=0", "evaluation.metric=logprob_of_a")
-REAL = ("run.num_updates=200", "checkpoint.every_updates=10", "evaluation.every_updates=0", "evaluation.num_tasks=64")
+REAL = ("run.num_updates=400", "checkpoint.every_updates=10", "evaluation.every_updates=0", "evaluation.num_tasks=64")
 MODES = (("run.mode=async", "pool.max_staleness=3"), ("run.mode=sync", "pool.max_staleness=0"))
 
 

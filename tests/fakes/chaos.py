@@ -199,8 +199,8 @@ class Story:
         self._killed_at, self._killed_line = time.monotonic(), self._lines
         if role == CONDUCTOR:
             self._process.wait()
-            while any(map(is_alive, family)):
-                assert time.monotonic() < self._killed_at + 10.0, "children outlive their conductor"
+            while alive := [one for one in family if is_alive(one)]:
+                assert time.monotonic() < self._killed_at + 20.0, f"children outlive their conductor, killed {phase}: {[one.cmdline() for one in alive]}"
                 time.sleep(0.01)
             self.kills[-1].gone_seconds = time.monotonic() - self._killed_at
             self.kills[-1].outcome = "ended, resumed"

@@ -13,7 +13,9 @@ from types import FrameType
 
 LOOK_SECONDS = 0.25
 IN_FORKSERVER = any("multiprocessing.forkserver" in argument for argument in sys.orig_argv)
-_parent = os.getppid()
+STARTER = "HEADRACE_STARTER"
+"""Environment variable: pid of the process that starts the forkserver; it may be gone before the forkserver could ask who that was."""
+_parent = int(os.environ.get(STARTER, os.getppid()))
 
 
 def _look(number: int, frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ from multiprocessing import connection, resource_tracker
 from typing import Any
 
 from headrace.errors import HeadraceError, WorkerLostError, first_error
+from headrace.runtime.loading import STARTER
 from headrace.runtime.wire import AsyncWire, BlockingWire
 
 _THREAD_SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -68,7 +69,7 @@ def context() -> multiprocessing.context.ForkServerContext:
     """The forkserver context, with torch and transformers loaded on first use and threads held to one a process."""
     result = multiprocessing.get_context("forkserver")
     result.set_forkserver_preload(_PRELOADED)
-    for key, value in _THREAD_SETTINGS.items():
+    for key, value in {**_THREAD_SETTINGS, STARTER: str(os.getpid())}.items():
         os.environ[key] = value
     return result
 
