@@ -70,8 +70,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapping[str, Any], output: Output) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from headrace.cli.safe_console import SafeConsole
 
     target = result["target_reward"]
     seeds = len(result["seeds"])
@@ -82,7 +83,7 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for name, runs in measured.items():
         table.add_row(name, *_cells(runs, target), *(_key_cells(runs) if with_keys else []))
-    Console(file=output.people, width=max(output.width, 132 if with_keys else 112), highlight=False).print(table)
+    SafeConsole(file=output.people, width=max(output.width, 132 if with_keys else 112), highlight=False).print(table)
     floor = result["noise_floor"]
     noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
     print(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.", file=output.people)

@@ -29,9 +29,10 @@ def settings_object(resolved: ResolvedSettings) -> dict[str, Any]:
 
 
 def print_settings(resolved: ResolvedSettings, output: Output) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from headrace.cli.safe_console import SafeConsole
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("setting", no_wrap=True)
@@ -41,7 +42,7 @@ def print_settings(resolved: ResolvedSettings, output: Output) -> None:
         origin = resolved.origins[key]
         shown = "none" if value is None else "true" if value is True else "false" if value is False else str(value)
         table.add_row(Text(key), Text(shown), Text(origin), style="dim" if origin == DEFAULT else None)
-    console = Console(file=output.people, width=None if output.people.isatty() else _PIPE_COLUMNS, soft_wrap=False)
+    console = SafeConsole(file=output.people, width=None if output.people.isatty() else _PIPE_COLUMNS, soft_wrap=False)
     with console.capture() as captured:  # rich would exit by itself where the reader has gone
         console.print(f"recipe {resolved.recipe}", highlight=False, markup=False)
         console.print(table)

@@ -14,13 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.mark_tally import Report, Tally
 from headrace.cli.output import Output
 from headrace.cli.runs import find_run, run_settings
+from headrace.cli.safe_console import SafeConsole
 from headrace.cli.trajectories import Row, decoder
 from headrace.errors import ConfigError, Problem, RecipeError
 from headrace.marks import Rule, RuleError, RuleKind, StepView, TrajectoryView, parse_rule, stands_out
@@ -241,7 +241,7 @@ def _example_object(row: Row, marked: set[int], record: Record) -> dict[str, Any
 
 
 def _print(report: Report, examples: Sequence[tuple[Row, list[StepView], set[int]]], notes: Sequence[str], directory: Path, output: Output) -> None:
-    console = Console(file=output.people, width=output.width, highlight=False)
+    console = SafeConsole(file=output.people, width=output.width, highlight=False)
     left_out = f", {report.num_failed:,} failed ones left out" if report.num_failed else ""
     whole = report.whole
     console.print(f"{directory}: {report.num_trajectories:,} trajectories, {whole.steps:,} steps, {whole.tokens:,} action tokens{left_out}", soft_wrap=True)

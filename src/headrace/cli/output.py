@@ -10,6 +10,7 @@ import sys
 from typing import IO, Any
 
 from headrace.errors import HeadraceError
+from headrace.report.markup import printable
 
 SCHEMA = 1
 INTERRUPTED = 130
@@ -50,7 +51,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line that is no result: always on stderr."""
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
     def say_error(self, error: HeadraceError) -> None:
         self.say(f"{error.kind}: {error}")

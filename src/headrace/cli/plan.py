@@ -140,8 +140,9 @@ def headline(proposal: Proposal, best: Plan) -> str:
 
 
 def _table(proposal: Proposal, width: int) -> list[str]:
-    from rich.console import Console
     from rich.table import Table
+
+    from headrace.cli.safe_console import SafeConsole
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("rank", "mode", "learn:sample", "parallel", "slots", "bound", "s/update", "traj./s", "staleness", "occupancy", "busy", "done P50", "limit"):
@@ -154,7 +155,7 @@ def _table(proposal: Proposal, width: int) -> list[str]:
             str(plan.max_staleness), number(plan.step_seconds), number(plan.rate), stale, f"{plan.occupancy:.0%}", f"{plan.busy_fraction:.0%}",
             duration(plan.finish_seconds.p50), plan.bottleneck,
         )  # fmt: skip
-    console = Console(width=max(width, 140))
+    console = SafeConsole(width=max(width, 140))
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]

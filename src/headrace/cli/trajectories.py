@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.evaluate import find_checkpoint
 from headrace.cli.output import Output
 from headrace.cli.runs import find_run
+from headrace.cli.safe_console import SafeConsole
 from headrace.errors import ConfigError, Problem
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         count = _export(found, export, decode, limit)
         output.say(f"{count} trajectories -> {export}")
     else:
-        console = Console(file=output.people, width=shutil.get_terminal_size((100, 24)).columns, highlight=False)
+        console = SafeConsole(file=output.people, width=shutil.get_terminal_size((100, 24)).columns, highlight=False)
         for row in found.rows(limit):
             shown.append(with_text(row, decode))
             console.print(picture(row, decode, marks=console.color_system is None), soft_wrap=False)

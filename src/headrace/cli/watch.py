@@ -8,11 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 
 from headrace.cli.output import Output
 from headrace.cli.runs import CONFIG, EVENTS, find_run, run_settings
+from headrace.cli.safe_console import SafeConsole
 from headrace.event_log import EventFollower
 from headrace.report.watch import WatchState, frame
 
@@ -24,10 +24,10 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     watching = Watching(directory)
     watching.read()
     if arguments.once or output.json or not output.people.isatty():
-        console = Console(file=output.people, width=shutil.get_terminal_size((100, 24)).columns, highlight=False)
+        console = SafeConsole(file=output.people, width=shutil.get_terminal_size((100, 24)).columns, highlight=False)
         console.print(watching.picture(console.width))
     else:
-        _live(watching, Console(file=output.people, highlight=False))
+        _live(watching, SafeConsole(file=output.people, highlight=False))
     state = watching.state
     output.result({"run_dir": str(directory), "state": state.status, **state.summary.result(), "warnings": state.warnings()})
     return 0
@@ -55,7 +55,7 @@ class Watching:
             return 0.0
 
 
-def _live(watching: Watching, console: Console) -> None:
+def _live(watching: Watching, console: SafeConsole) -> None:
     """Until the run ends, or Ctrl-C."""
     ended = threading.Event()  # nothing sets it: an interruptible wait that lasts as long as asked
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NUMBER = re.compile(r"(\d+ of \d+: )?[-+]?(<\s)?\d[\d.,e-]*(\s?(%|s|min|h))?( / [\d.,]+)?( \(.*\))?|–")
 _VOID = frozenset({"meta", "br", "col"})
@@ -35,7 +35,7 @@ class Chart:
 
 
 def printable(value: object) -> str:
-    """Control characters and lone surrogates, which no HTML file can hold, become visible stand-ins."""
+    """Control characters, which a terminal would obey and no HTML file can hold, and lone surrogates become visible stand-ins."""
     text = _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", str(value))
     return _SURROGATE.sub("\ufffd", text)
 

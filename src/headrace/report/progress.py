@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from headrace.report.finish import FinishMeter
 from headrace.report.governor import said
+from headrace.report.markup import printable
 
 Line = Mapping[str, Any]
 
@@ -158,15 +159,15 @@ class ProgressView:
             return
         self._drawn_at = now
         if self._terminal:
-            self._write("\r\x1b[2K" + text[: max(20, self._width() - 1)])
+            self._write("\r\x1b[2K" + printable(text)[: max(20, self._width() - 1)])
             self._on_line = True
         elif text != self._shown:
-            self._write(text + "\n")
+            self._write(printable(text) + "\n")
         self._shown = text
 
     def _print(self, text: str) -> None:
         """A line that stays, above the live one."""
-        self._write(("\r\x1b[2K" if self._on_line else "") + text + "\n")
+        self._write(("\r\x1b[2K" if self._on_line else "") + printable(text) + "\n")
         self._on_line = False
 
     def _write(self, text: str) -> None:
