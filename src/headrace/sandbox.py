@@ -42,7 +42,7 @@ class SandboxLimits:
     file_bytes: int = 2**24
     """Of each file that it writes."""
     max_processes: int = 32
-    """Of its user; the kernel does not apply it to root."""
+    """Of its user; the kernel does not apply it to root, who has a fork bomb until the time limit."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -73,10 +73,13 @@ class Protections:
     """Whatever it started has ended with it, also what left its session."""
     privileges: bool = False
     """It could gain none (set-user-id programs)."""
+    number: bool = False
+    """It could not start more than max_processes at a time."""
 
     @property
     def missing(self) -> list[str]:
         texts = {"network": "network access is open", "processes": "processes that leave its session survive", "privileges": "it may gain privileges"}
+        texts["number"] = "it may start any number of processes (run headrace as another user than root)"
         return [text for name, text in texts.items() if not getattr(self, name)]
 
 

@@ -51,7 +51,7 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     privileges = libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     network, processes = unshared(libc)
-    os.write(tell, (json.dumps({"network": network, "processes": processes, "privileges": privileges}) + "\n").encode())
+    os.write(tell, (json.dumps({"network": network, "processes": processes, "privileges": privileges, "number": os.getuid() != 0}) + "\n").encode())
     child = os.fork()
     if child == 0:
         libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -77,6 +77,7 @@ def test_what_it_starts_ends_with_it_also_outside_its_session(tmp_path: Path) ->
     assert not any(mark in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
+@pytest.mark.skipif(os.getuid() == 0, reason="the kernel does not limit root's processes, and the machine would feel it")
 def test_a_fork_bomb_ends_at_the_time_limit() -> None:
     before = len(psutil.pids())
     result = run_python_blocking("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", limits=SandboxLimits(seconds=0.3, max_processes=16))
@@ -121,7 +122,8 @@ def test_missing_protections_are_warned_of_once(caplog: pytest.LogCaptureFixture
     for _ in range(2):
         sandbox._warn(Protections(privileges=True))
     assert [record.message for record in caplog.records] == [
-        "SANDBOX: programs that nobody has read run here with less protection than usual: network access is open; processes that leave its session survive."
+        "SANDBOX: programs that nobody has read run here with less protection than usual: network access is open; processes that leave its session survive; "
+        "it may start any number of processes (run headrace as another user than root)."
     ]
 
 
