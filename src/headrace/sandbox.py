@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from headrace.sandbox_launcher import remove_tree
+
 logger = logging.getLogger(__name__)
 
 _LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
@@ -107,8 +109,11 @@ async def run_python(code: str, *, stdin: str = "", limits: SandboxLimits | None
 async def run_command(command: list[str], *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
     """Runs a program by its absolute path; no shell reads the command."""
     limits = limits or SandboxLimits()
-    with tempfile.TemporaryDirectory(prefix="headrace-sandbox-", ignore_cleanup_errors=True) as directory:
+    directory = tempfile.mkdtemp(prefix="headrace-sandbox-")
+    try:
         return await _run(command, stdin, limits, directory)
+    finally:  # in a thread: it may hold a hundred thousand files
+        await asyncio.shield(asyncio.to_thread(remove_tree, directory))
 
 
 def run_python_blocking(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
@@ -175,7 +180,7 @@ class _Output:
 
     async def _feed(self, writer: asyncio.StreamWriter, text: str) -> None:
         with contextlib.suppress(ConnectionError):  # it does not read
-            writer.write(text.encode())
+            writer.write(text.encode(errors="replace"))
             await writer.drain()
             writer.close()
 

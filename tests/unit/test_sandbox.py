@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +57,40 @@ def test_it_sees_no_variable_of_ours_and_starts_in_an_empty_directory_that_is_go
     said, directory = result.stdout.splitlines()
     assert said == "None []"
     assert not Path(directory).exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
+        "os.mkdir('d'); open('d/f', 'w'); os.chmod('d', 0); os.chmod('.', 0)",
+        "os.symlink(os.environ['HOME'], 'round'); os.symlink('/etc', 'etc'); os.mkfifo('p')",
+        "os.mkdir('.headrace-1'); os.makedirs('a/.headrace-2/b')",
+    ],
+)
+def test_no_tree_that_a_program_leaves_raises_or_stays(code: str) -> None:
+    result = run_python_blocking(f"import os; print(os.getcwd(), flush=True)\n{code}")
+    assert result.ok, result.stderr
+    assert Path("/etc").is_dir()
+    assert not Path(result.stdout.strip()).exists()
+
+
+def test_input_that_is_no_text_is_replaced_and_raises_nothing() -> None:
+    assert run_python_blocking("print(ascii(input()))", stdin="a\ud800").stdout == "'a?'\n"
+
+
+def test_a_killed_caller_leaves_no_program_and_no_directory(tmp_path: Path) -> None:
+    code = 'from headrace.sandbox import run_python_blocking\nrun_python_blocking(\'open("here", "w"); import time; time.sleep(1000)\')'
+    caller = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    waiting = time.monotonic() + 20
+    while not list(tmp_path.glob("*/here")) and time.monotonic() < waiting:
+        time.sleep(0.02)
+    started = psutil.Process(caller.pid).children(recursive=True)
+    assert started
+    caller.kill()
+    caller.wait()
+    assert psutil.wait_procs(started, timeout=8)[1] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_has_no_network_where_the_kernel_grants_that() -> None:
@@ -109,9 +145,9 @@ def test_a_signal_from_outside_is_told() -> None:
     async def main() -> sandbox.SandboxResult:
         task = asyncio.create_task(sandbox.run_python("import time; time.sleep(1000)"))
         await asyncio.sleep(0.3)
-        for child in psutil.Process().children(recursive=True):
-            if "sandbox_launcher" in " ".join(child.cmdline()):
-                child.send_signal(signal.SIGKILL)
+        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        for launcher in [child for child in children if "sandbox_launcher" in " ".join(child.cmdline())]:
+            launcher.send_signal(signal.SIGKILL)
         return await task
 
     assert asyncio.run(main()).end is SandboxEnd.KILLED

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.cli.output import Output
+from headrace.sandbox import SandboxResult, run_python_blocking
 
 GIBIBYTE = 2**30
 _PROBE_LIMIT_SECONDS = 180.0
@@ -49,6 +50,7 @@ def all_checks() -> Iterator[Check]:
     yield from (check_disk("disk", Path.cwd()), check_disk("temporary files", Path(tempfile.gettempdir())), check_shared_memory())
     for package in ("torch", "transformers"):
         yield check_package(package)
+    yield check_sandbox(run_python_blocking("pass"))
     yield from check_processes(probe_in_process(_PROBE_LIMIT_SECONDS))
 
 
@@ -113,6 +115,16 @@ def check_package(name: str) -> Check:
         return Check(name=name, status="ok", found=metadata.version(name))
     except metadata.PackageNotFoundError:
         return Check(name=name, status="fail", found="not installed", remedy=f"pip install {name}")
+
+
+def check_sandbox(result: SandboxResult) -> Check:
+    """What programs that a model wrote are kept from here, for rewards and tools that run any (sandbox.py)."""
+    if not result.ok:
+        return Check(name="sandbox", status="warn", found=f"runs nothing: {result.stderr.strip() or result.end}", remedy="It needs Linux (docs/security.md).")
+    if missing := result.protections.missing:
+        remedy = "Matters only where a reward or tool runs code that a model wrote: docs/security.md."
+        return Check(name="sandbox", status="warn", found="; ".join(missing), remedy=remedy)
+    return Check(name="sandbox", status="ok", found="no network, and nothing of a program outlives it")
 
 
 def probe_in_process(limit_seconds: float) -> dict[str, Any]:

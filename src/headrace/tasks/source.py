@@ -200,6 +200,11 @@ def _as_task(item: Any, place: str) -> Task:
     if not isinstance(data, Mapping):
         raise RecipeError(f"{place}: key 'data' is a {type(data).__name__}.", remedy="Use an object.")
     _check_json(data, place)
+    for key, text in (("id", task_id), ("kind", kind)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # no file could hold it: all recorded trajectories would be lost
+            raise RecipeError(f"{place}: key '{key}' is {text!a}, which is half a character (a lone surrogate).", remedy="Use whole characters.") from error
     return Task(id=task_id, kind=kind, data=data)
 
 

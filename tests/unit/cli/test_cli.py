@@ -21,6 +21,7 @@ from headrace.config_loading import load_settings, plain_values
 from headrace.errors import ConfigError, HeadraceError
 from headrace.event_log import EventLog
 from headrace.manifest import write_manifest
+from headrace.sandbox import Protections, SandboxEnd, SandboxResult
 
 RECIPE = """
 [run]
@@ -293,6 +294,10 @@ def test_doctor_fails_with_1_and_names_what_to_do(capsys: pytest.CaptureFixture[
     assert all(check["remedy"] and check["remedy"] in people for check in failed.values())
 
 
+def sandboxed(end: SandboxEnd, protections: Protections) -> SandboxResult:
+    return SandboxResult(end=end, exit_code=0 if end is SandboxEnd.EXITED else None, stdout="", stderr="", protections=protections)
+
+
 def test_doctor_passes_on_a_sound_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sound = {
         "process": {"seconds": 1.0},
@@ -318,6 +323,9 @@ def test_doctor_passes_on_a_sound_machine(capsys: pytest.CaptureFixture[str], mo
         (doctor.check_memory(None), "warn"),
         (doctor.check_disk("disk", Path("/no/such/directory")), "fail"),
         (doctor.check_shared_memory(Path("/no/such/directory")), "warn"),
+        (doctor.check_sandbox(sandboxed(SandboxEnd.NOT_STARTED, Protections())), "warn"),
+        (doctor.check_sandbox(sandboxed(SandboxEnd.EXITED, Protections(privileges=True))), "warn"),
+        (doctor.check_sandbox(sandboxed(SandboxEnd.EXITED, Protections(network=True, processes=True, privileges=True, number=True))), "ok"),
         (doctor.check_package("no-such-package-at-all"), "fail"),
         (doctor.check_package("torch"), "ok"),
     ],

@@ -103,6 +103,18 @@ def test_members_that_stood_out_of_their_group_are_recorded_with_every_step_key(
         assert row["key_steps"] == ([0, 1, 2] if row["member"] == 0 else [1])
 
 
+@pytest.mark.parametrize("task_id", ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 5000, "\u202eabc \U0001f980", "</script>\x1b[2J"])
+def test_a_task_id_is_a_value_in_the_rows_and_never_a_path(task_id: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    store = TrajectoryStore(tmp_path / "run" / "t")
+    run = ScriptedRun(settings=run_settings(num_updates=3), tasks=[scripted_task(task_id, answers=1)], recorder=store)
+    run_virtual(run.run())
+    store.close()
+    assert {row["task_id"] for row in rows(tmp_path / "run" / "t")} == {task_id}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".parquet"}
+
+
 def test_trained_tokens_of_the_rows_are_those_of_the_ledger(tmp_path: Path) -> None:
     run, _ = recorded_run(tmp_path / "t")
     ledger = run.log.named("ledger")[-1]["ledger"]

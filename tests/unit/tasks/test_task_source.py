@@ -86,6 +86,8 @@ def test_tasks_are_read_from_lines_with_or_without_a_data_object(tmp_path: Path)
         ('{"id": ""}', "line 2: key 'id' is ''"),
         ('{"id": "a"}', "line 2: id 'a' was already used (line 1)"),
         ('{"id": "b", "kind": 3}', "line 2: key 'kind' is 3"),
+        ('{"id": "\\ud800"}', "line 2: key 'id' is '\\ud800', which is half a character"),
+        ('{"id": "b", "kind": "\\udc00"}', "line 2: key 'kind' is '\\udc00', which is half a character"),
         ('{"id": "b", "data": "text"}', "line 2: key 'data' is a str"),
         ('{"id": "b", "data": {}, "prompt": "p"}', "line 2: key 'prompt' stands beside 'data'"),
         ('{"id": "b", "x": NaN}', "line 2: not JSON (NaN is not JSON)"),
