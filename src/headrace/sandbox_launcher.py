@@ -107,10 +107,13 @@ def _remove_directory(name: str, within: int | None) -> None:
         pass  # something that left its session still writes there
 
 
-def wait(libc: ctypes.CDLL, child: int, parent: int, tell: int, seconds: float) -> int:
-    """Until the program has ended by itself, at its limit, or because headrace was killed."""
+def wait(libc: ctypes.CDLL, child: int, parent: int, tell: int, seconds: float) -> tuple[int, bool]:
+    """(exit code, whether headrace was killed), when the program has ended by itself, at its limit, or because of that."""
+    orphaned = False
 
     def end(number: int, _: object) -> None:
+        nonlocal orphaned
+        orphaned = orphaned or number == signal.SIGTERM  # by the signal: getppid() is still the same while another thread of headrace dies
         try:
             if number == signal.SIGALRM:
                 os.write(tell, b"seconds\n")
@@ -126,7 +129,7 @@ def wait(libc: ctypes.CDLL, child: int, parent: int, tell: int, seconds: float) 
     signal.setitimer(signal.ITIMER_REAL, seconds)
     _, status = os.waitpid(child, 0)  # goes on after a signal (PEP 475)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(status), orphaned
 
 
 def main() -> None:
@@ -147,8 +150,8 @@ def main() -> None:
             os.write(2, f"{program[0]}: {error.strerror}\n".encode())
             os._exit(127)
     os.closerange(0, 3)
-    code = wait(libc, child, parent, tell, limits["seconds"])
-    if os.getppid() != parent:  # headrace was killed
+    code, orphaned = wait(libc, child, parent, tell, limits["seconds"])
+    if orphaned:
         remove_tree(directory)
     if code < 0:  # this process ends as the program did, without a core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
