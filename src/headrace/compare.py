@@ -35,6 +35,7 @@ from headrace.errors import CheckpointError, ConfigError, Problem
 from headrace.event_log import EventLog, read_events
 from headrace.events import Evaluated
 from headrace.report.comparison import NUM_SMOOTHED, MeasuredRun, measure_run, measured_capacity
+from headrace.report.markup import printable
 from headrace.report.progress import ProgressView, duration
 
 SYNC, ASYNC = "sync", "async"
@@ -416,5 +417,5 @@ def _repeats(directory: Path) -> dict[int, float]:
 
 
 def _say(stream: IO[str], text: str) -> None:
-    stream.write(text + "\n")
+    stream.write(printable(text) + "\n")
     stream.flush()

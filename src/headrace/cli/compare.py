@@ -86,14 +86,14 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
     SafeConsole(file=output.people, width=max(output.width, 132 if with_keys else 112), highlight=False).print(table)
     floor = result["noise_floor"]
     noise = f"{floor:.4f} by evaluating alone" if floor else "evaluations are exact on their tasks"
-    print(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.", file=output.people)
+    output.show(f"jitter: sd of evaluation differences near the end; {noise}. occupancy: of capacity {result['capacity']} for all arms.")
     runs = [run for each in measured.values() for run in each]
     by = "promised before them" if all(run.was_promised for run in runs) else "what they said after a tenth of their updates"
-    print(f"s, said: seconds of the runs, and by how much {by} was off, on average.", file=output.people)
+    output.show(f"s, said: seconds of the runs, and by how much {by} was off, on average.")
     if seeds == 1:
-        print("± 95 %: of the evaluation alone; one seed says nothing about others.", file=output.people)
-    print(f"\n{result['verdict']}", file=output.people)
-    print(f"\nreport  {result['report']}\nruns and result.json  {result['run_dir']}", file=output.people)
+        output.show("± 95 %: of the evaluation alone; one seed says nothing about others.")
+    output.show(f"\n{result['verdict']}")
+    output.show(f"\nreport  {result['report']}\nruns and result.json  {result['run_dir']}")
 
 
 def _run(plan: Plan, output: Output) -> dict[str, list[MeasuredRun]]:

@@ -199,4 +199,5 @@ def available_memory_bytes() -> int | None:
 
 def _print(check: Check, output: Output) -> None:
     line = f"{check.status:<5} {check.name:<16} {check.found}"
-    print(line + (f"\n      {check.remedy}" if check.remedy and check.status != "ok" else ""), file=output.people, flush=True)
+    output.show(line + (f"\n      {check.remedy}" if check.remedy and check.status != "ok" else ""))
+    output.people.flush()

@@ -31,14 +31,12 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     finally:
         end_forkserver()
     low, high = result.interval95
-    print(f"{checkpoint}", file=output.people)
-    print(
-        f"  {resolved.settings.evaluation.metric}  {result.mean:.4f}  95 % interval {low:.4f} to {high:.4f}, {result.num_rollouts} rollouts", file=output.people
-    )
+    output.show(f"{checkpoint}")
+    output.show(f"  {resolved.settings.evaluation.metric}  {result.mean:.4f}  95 % interval {low:.4f} to {high:.4f}, {result.num_rollouts} rollouts")
     for name, value in sorted(result.metrics.items()):
         if name == resolved.settings.evaluation.metric:
             continue
-        print(f"  {name}  {value:.4f}", file=output.people)
+        output.show(f"  {name}  {value:.4f}")
     evaluation = {
         "mean": result.mean,
         "interval95": result.interval95,

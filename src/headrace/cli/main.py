@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            output.say(traceback.format_exc().rstrip())
             output.fail("failed", {"kind": type(error).__name__, "message": str(error), "remedy": "This is a bug in headrace, please report it."})
             return 1
 

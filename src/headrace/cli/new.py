@@ -24,10 +24,10 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     files = make_task(directory, arguments.kind)
     shown = str(directory)
     commands = [f"headrace run {shown}", f"pytest {shown}"]
-    print(f"{shown}/ holds {', '.join(files)}.", file=output.people)
-    print(f"  {commands[0]}    trains a tiny model on it, in about a minute", file=output.people)
-    print(f"  {commands[1]}          tests it without a model", file=output.people)
-    print(f"{shown}/README.md says how to make it yours.", file=output.people)
+    output.show(f"{shown}/ holds {', '.join(files)}.")
+    output.show(f"  {commands[0]}    trains a tiny model on it, in about a minute")
+    output.show(f"  {commands[1]}          tests it without a model")
+    output.show(f"{shown}/README.md says how to make it yours.")
     output.result({"directory": str(directory.resolve()), "kind": arguments.kind, "files": files, "next": commands})
     return 0
 

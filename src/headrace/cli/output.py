@@ -49,6 +49,10 @@ class Output:
         """Columns of the terminal; 100 where there is none."""
         return shutil.get_terminal_size((100, 24)).columns if self.people.isatty() else 100
 
+    def show(self, text: str) -> None:
+        """Lines of the result for people."""
+        print(printable(text), file=self.people)
+
     def say(self, text: str) -> None:
         """A line that is no result: always on stderr."""
         print(printable(text), file=sys.stderr)

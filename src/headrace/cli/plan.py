@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     proposal = make_proposal(profile, request, simulate=simulate, max_rollouts=arguments.rollouts)
     proposal = replace(proposal, profile_file=arguments.profile)
     files = _write(proposal, arguments)
-    print("\n".join([*described(proposal, width=output.width), "", *files]), file=output.people)
+    output.show("\n".join([*described(proposal, width=output.width), "", *files]))
     values = proposal_as_json(proposal)
     if proposal.infeasible_reason is not None:
         output.say(f"Not possible: {proposal.infeasible_reason}")
@@ -155,7 +155,7 @@ def _table(proposal: Proposal, width: int) -> list[str]:
             str(plan.max_staleness), number(plan.step_seconds), number(plan.rate), stale, f"{plan.occupancy:.0%}", f"{plan.busy_fraction:.0%}",
             duration(plan.finish_seconds.p50), plan.bottleneck,
         )  # fmt: skip
-    console = SafeConsole(width=max(width, 140))
+    console = SafeConsole(width=max(width, 140), color_system=None)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]

@@ -34,8 +34,8 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         raise ConfigError([Problem(key="--out", value=str(out), message=f"'{out}' is a directory.", remedy="Give a file to --out.")])
     profile = _make(arguments, output)
     save_profile(profile, out)
-    print("\n".join(described(profile)), file=output.people)
-    print(f"profile {out}", file=output.people)
+    output.show("\n".join(described(profile)))
+    output.show(f"profile {out}")
     output.result({"out": str(out), "profile": profile_as_json(profile)})
     return 0
 

@@ -19,7 +19,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         if given is not None and given.is_dir():
             raise ConfigError([Problem(key=key, value=str(given), message=f"'{given}' is a directory.", remedy=f"Give a file to {key}.")])
     report = write_report(directories, out)
-    print(f"report  {report.path}  ({report.size_bytes / 1e6:.1f} MB; open it in a browser)", file=output.people)
+    output.show(f"report  {report.path}  ({report.size_bytes / 1e6:.1f} MB; open it in a browser)")
     trace = None
     if arguments.trace:
         trace = Path(arguments.trace)
@@ -28,7 +28,7 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
             write_trace(report.runs, trace)
         except OSError as error:
             raise RunDirectoryError(f"{trace}: the trace cannot be written: {error.strerror}.", remedy="Choose another place with --trace FILE.") from error
-        print(f"trace   {trace}  (open it at ui.perfetto.dev or chrome://tracing)", file=output.people)
+        output.show(f"trace   {trace}  (open it at ui.perfetto.dev or chrome://tracing)")
     runs = [{"run_dir": str(run.directory), **run.summary} for run in report.runs]
     output.result({"report": str(report.path), "size_bytes": report.size_bytes, "trace": None if trace is None else str(trace), "runs": runs})
     return 0

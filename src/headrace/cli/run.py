@@ -118,7 +118,7 @@ def train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], 
     # most lines of a long run are of single rollouts, which neither picture nor summary looks at
     events = list(read_events(log, without=("rollout_finished", "group_reserved"))) if log.exists() else []
     if events and code != ConfigError.exit_code:  # a run that never started has nothing to show
-        print(end_picture(events, directory, width=output.width), file=output.people)
+        output.show(end_picture(events, directory, width=output.width))
     if status == "interrupted":
         output.say("Interrupted.")
     output.result({"run_dir": str(directory), **summarize(events)}, status=status, error=error)

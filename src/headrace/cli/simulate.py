@@ -41,9 +41,9 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         outcome = simulate(settings, model, run_directory=directory, name=name, subscribers=[progress.on_event])
     took = time.perf_counter() - started
     events = list(read_events(directory / "events.jsonl"))
-    print(end_picture(events, directory, width=output.width), file=output.people)
+    output.show(end_picture(events, directory, width=output.width))
     rollouts = sum(line["event"] == "rollout_finished" for line in events)
-    print(f"simulated {rollouts:,} rollouts in {took:.1f} s; headrace watch, report and profile read {directory}", file=output.people)
+    output.show(f"simulated {rollouts:,} rollouts in {took:.1f} s; headrace watch, report and profile read {directory}")
     values = {"rank": None if plan is None else plan.rank, "seconds": outcome.seconds, "num_rollouts": rollouts, "preempted": outcome.preempted}
     output.result({"run_dir": str(directory), **values, **summarize(events)})
     return 0

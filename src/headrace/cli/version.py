@@ -10,6 +10,6 @@ from headrace.cli.output import Output
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
-    print(f"headrace {__version__}", file=output.people)
+    output.show(f"headrace {__version__}")
     output.result({"headrace": __version__, "python": platform.python_version()})
     return 0

@@ -6,12 +6,17 @@ import html
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_UNSEEN = re.compile(
+    r"\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f"  # flags of England, Scotland, Wales: shown
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+    r"|[\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f\ud800-\udfff]"
+)
+_JOINERS = "\u200c\u200d"
 _NUMBER = re.compile(r"(\d+ of \d+: )?[-+]?(<\s)?\d[\d.,e-]*(\s?(%|s|min|h))?( / [\d.,]+)?( \(.*\))?|–")
 _VOID = frozenset({"meta", "br", "col"})
 
@@ -35,9 +40,30 @@ class Chart:
 
 
 def printable(value: object) -> str:
-    """Control characters, which a terminal would obey and no HTML file can hold, and lone surrogates become visible stand-ins."""
-    text = _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", str(value))
-    return _SURROGATE.sub("\ufffd", text)
+    """What a terminal would obey, what reorders or hides text, and what no file can hold becomes a visible stand-in, one for one.
+
+    That is controls, lone surrogates, and Unicode's invisible characters of format (directions U+202A..2E and U+2066..69, marks of
+    direction, line separators, no-width spaces, tags). Kept: the joiners U+200C and U+200D after a letter, mark or symbol beyond ASCII,
+    where Persian, Indic scripts and emoji are written with them (they turn nothing round), and signs of a script that are seen.
+    """
+    return _UNSEEN.sub(_stand_in, str(value))
+
+
+def _stand_in(match: re.Match[str]) -> str:
+    character, code = match[0], ord(match[0][0])
+    if len(character) > 1 or (character in _JOINERS and _joins(match.string[max(0, match.start() - 1) : match.start()])):
+        return character
+    if 0xD800 <= code <= 0xDFFF:
+        return "\ufffd"
+    if code < 32:
+        return chr(0x2400 + code)
+    if code < 0xA0:
+        return "\u2421"
+    return "\u2424" if character in "\u2028\u2029" else "\u2426"
+
+
+def _joins(before: str) -> bool:
+    return before > "\x7f" and unicodedata.category(before)[0] in "LMS"
 
 
 def escape(value: object) -> Markup:
