@@ -1,7 +1,9 @@
 """The figures of recipes/door/README.md, from `headrace compare door`: asynchronous against synchronous, over several seeds.
 
-    python benchmarks/door.py --seeds 3 --updates 70
+    python benchmarks/door.py --seeds 5 --updates 90
+    python benchmarks/door.py --seeds 3 --updates 90 --model large task.options.tool_seconds=0.1 --out runs/benchmark-door-large
 
+--model large: the model has 18 times the parameters, so that its work outweighs the Python around it; its warm start takes minutes, once.
 Scores are the exact evaluation of the recipe, of saved checkpoints, outside the timed windows. Goes on where it was cut, with the same --out.
 """
 
@@ -22,6 +24,16 @@ from headrace.event_log import read_events
 from headrace.report.summary import summarize
 
 EVALUATE_EVERY = 5
+MODELS = {
+    "tiny": (),
+    "large": (
+        "model.architecture.hidden_size=192",
+        "model.architecture.num_hidden_layers=4",
+        "model.architecture.intermediate_size=576",
+        "model.architecture.num_attention_heads=6",
+        "warm_start.learning_rate=2e-3",
+    ),
+}
 
 
 def first_at(curve: list[dict[str, Any]], target: float, key: str) -> float | None:
@@ -45,6 +57,11 @@ def print_arm(arm: dict[str, Any], target: float) -> None:
     print(f"  seconds an update           {median([run['wall_seconds'] / run['num_updates'] for run in runs])}")
     print(f"  sampled tokens/s            {median([summary['tokens_per_second'] for summary in summaries])}")
     print(f"  staleness mean (max)        {median([run['staleness_mean'] for run in runs])} ({max(run['staleness_max'] for run in runs)})")
+    uses = [summary["utilization"] for summary in summaries]
+    print(f"  occupancy of attainable     {median([use['occupancy'] for use in uses])} of {median([use['attainable_occupancy'] for use in uses])}")
+    for devices in zip(*(use["devices"] for use in uses), strict=True):
+        busy, occupancy = (median([device[key] for device in devices]) for key in ("busy_fraction", "occupancy"))
+        print(f"  {devices[0]['name'] + ' occupancy, busy':<27} {occupancy}, {busy}")
 
 
 def main() -> int:
@@ -52,11 +69,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--target", type=float, default=0.90)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark-door"))
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for both arms")
+    arguments = parser.parse_intermixed_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.now(UTC):%Y-%m-%d}: {' '.join(sys.argv)}")
     options = ["--seeds", arguments.seeds, "--target", arguments.target, "--evaluate-every", EVALUATE_EVERY, "--run-dir", arguments.out]
-    code = headrace(["compare", "door", f"run.num_updates={arguments.updates}", *map(str, options)])
+    settings = [f"run.num_updates={arguments.updates}", *MODELS[arguments.model], *arguments.overrides]
+    code = headrace(["compare", "door", *settings, *map(str, options)])
     if code == 0:
         for arm in json.loads((arguments.out / "result.json").read_text(encoding="utf-8"))["arms"]:
             print_arm(arm, arguments.target)
