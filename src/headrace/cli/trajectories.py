@@ -161,18 +161,27 @@ def _shown(tokens: list[int], decode: Decode | None) -> str:
 
 
 def decoder(directory: Path, *, special_tokens: bool = True) -> Decode | None:
-    """Of the run's newest checkpoint, else of the model it started from; None where neither is there (yet)."""
+    """Of the run's newest checkpoint, else of the model it started from; None where neither is there (yet) or can be read."""
     for model in _model_directories(directory):
-        if (model / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
+        try:
+            if (decode := _decode_of(model, special_tokens)) is not None:
+                return decode
+        except Exception:  # whatever the libraries make of files that are damaged, or that want Python of the model to run
+            continue
+    return None
 
-            fast = Tokenizer.from_file(str(model / "tokenizer.json"))
-            return lambda tokens: str(fast.decode(tokens, skip_special_tokens=not special_tokens))
-        if (model / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(str(model))
-            return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=not special_tokens))
+def _decode_of(model: Path, special_tokens: bool) -> Decode | None:
+    if (model / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(model / "tokenizer.json"))
+        return lambda tokens: str(fast.decode(tokens, skip_special_tokens=not special_tokens))
+    if (model / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+        return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=not special_tokens))
     return None
 
 

@@ -103,7 +103,9 @@ def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimize
             there, here = ("an", "trains all weights") if adapters is None else ("no", "trains LoRA adapters")
             raise CheckpointError(f"{directory}: it holds {there} adapter, this run {here}.", remedy="Set model.lora_rank as it was.")
         moments = load_file(directory / OPTIMIZER_FILE)
-        saved = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=next(iter(parameters.values())).dtype).named_parameters())
+        dtype = next(iter(parameters.values())).dtype
+        stored = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        saved = dict(stored.named_parameters())
         if adapters is not None:
             adapters.load(directory, saved)
         else:
@@ -146,7 +148,7 @@ def load_tokenizer(model_path: str) -> Any | None:
 
     if Path(model_path).is_dir() and not any(Path(model_path).glob("*token*")):
         return None
-    return AutoTokenizer.from_pretrained(model_path)
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
 
 
 def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -49,7 +49,7 @@ def load_model(model_path: str, dtype: torch.dtype, device: torch.device) -> Any
 
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False).to(device)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
         what = str(error).strip().splitlines() or [type(error).__name__]  # what follows the first line may list every class there is
         raise ModelError(f"{model_path}: the model cannot be loaded on device '{device}': {what[0]}", remedy="Correct model.path or model.device.") from error

@@ -37,7 +37,8 @@ def adapter_layout(model_path: str, settings: Settings) -> AdapterLayout | None:
     if settings.model.lora_rank == 0:
         return None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return Adapters(model, settings).layout
 
 

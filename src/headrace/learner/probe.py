@@ -50,7 +50,7 @@ def _model_update() -> dict[str, float]:
         vocab_size=32,
         max_position_embeddings=32,
     )
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens_BT = torch.randint(0, 32, (4, 16))
     start = time.perf_counter()

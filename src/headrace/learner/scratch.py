@@ -58,7 +58,7 @@ def make_model(settings: Settings) -> tuple[torch.nn.Module, PreTrainedTokenizer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.warm_start.seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:  # whatever the architecture says about its own keys
             raise ModelError(f"model.architecture cannot be built: {type(error).__name__}: {error}", remedy="Correct its keys.") from error
     use_exact_attention(model)
@@ -82,7 +82,7 @@ def build_model(settings: Settings, directory: Path) -> None:
 
 def _check_loads_back(tokenizer: PreTrainedTokenizerFast, model_settings: ModelSettings, directory: Path) -> None:
     """For a few architectures (qwen2 is one) transformers loads every tokenizer as the one of the released models, which may not fit."""
-    loaded = AutoTokenizer.from_pretrained(directory)
+    loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     text = model_settings.characters or ""
     tokens = tokenizer.encode(text)
     if loaded.encode(text) != tokens or loaded.decode(tokens) != text or loaded.encode(text + END) != [*tokens, tokenizer.eos_token_id]:

@@ -193,7 +193,7 @@ def _make_sampler(model: Path, settings: Settings, channel: Any | None, adapters
         weights = AdapterReader(weights, adapters)
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     except Exception as error:  # whatever its files or its own code raise
         what = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{model}: the tokenizer cannot be loaded: {what[0]}", remedy="Put the model's tokenizer files beside it.") from error

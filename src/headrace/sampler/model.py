@@ -111,8 +111,10 @@ class ServedModel:
     def _load(self) -> Any:
         disable_progress_bar()  # its bars would draw over ours, and take semaphores that outlive a killed process
         try:
-            self._check_kind(AutoConfig.from_pretrained(self.path))
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=ATTENTION_NAME)
+            self._check_kind(AutoConfig.from_pretrained(self.path, trust_remote_code=False))
+            model = AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=self.dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             what = str(error).strip().splitlines() or [type(error).__name__]  # the first line says it; what follows may list every class there is
             raise ModelError(
