@@ -60,3 +60,9 @@ def test_every_case_and_invariant_of_the_architecture_names_a_test_or_a_benchmar
         scripts = re.findall(r"`(benchmarks/\w+\.py)`", shown_by)
         assert "`test_" in shown_by or scripts, number
         assert all((ROOT / script).is_file() for script in scripts), number
+
+
+def test_first_documents_say_that_a_recipe_is_the_users_code() -> None:
+    for name in ("README.md", "docs/quick_start.md"):
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert "A recipe's Python is your code and runs as you" in text and "security.md)" in text, name
