@@ -3,8 +3,8 @@
     result = await run_python(answer, stdin="3 4", limits=SandboxLimits(seconds=2))
     reward = float(result.ok and result.stdout.strip() == "7")
 
-A new process in its own session and empty directory, an empty environment, limits of time, memory, file size and processes; where the
-kernel lets us, namespaces without network and of its own processes. What was in force is in the result; what was not is warned of once.
+A new process in its own session and empty directory, an empty environment, limits of time, memory, disk and processes; where the kernel
+lets us, namespaces without network and of its own processes. What was in force is in the result; what was not is warned of once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from headrace.sandbox_launcher import remove_tree
 
@@ -43,6 +46,11 @@ class SandboxLimits:
     """Of stdout and stderr together; more ends it."""
     file_bytes: int = 2**24
     """Of each file that it writes."""
+    total_memory_bytes: int = 2**30
+    """Resident, of all its processes together, and of files in memory that they hold open without a name. Looked at 10 times a second
+    (less often where that takes over a tenth of a core), so that it can be over for that long."""
+    disk_bytes: int = 2**28
+    """Of its directory in all, and of files there that it holds open without a name; a file takes at least 4 KiB. Looked at as often."""
     max_processes: int = 32
     """Of its user; the kernel does not apply it to root, who has a fork bomb until the time limit."""
 
@@ -59,7 +67,11 @@ class SandboxEnd(StrEnum):
     SECONDS = "seconds"
     """It was killed at its time limit."""
     OUTPUT = "output"
-    """It was killed for writing too much."""
+    """It was killed for writing too much to stdout and stderr."""
+    DISK = "disk"
+    """It was killed for what its directory held."""
+    MEMORY = "memory"
+    """It was killed for the memory of all its processes together; a single one over memory_bytes is refused more."""
     KILLED = "killed"
     """By a signal: its memory or processor time, or of itself."""
     NOT_STARTED = "not_started"
@@ -77,11 +89,14 @@ class Protections:
     """It could gain none (set-user-id programs)."""
     number: bool = False
     """It could not start more than max_processes at a time."""
+    proc: bool = False
+    """/proc showed it its own processes only."""
 
     @property
     def missing(self) -> list[str]:
         texts = {"network": "network access is open", "processes": "processes that leave its session survive", "privileges": "it may gain privileges"}
         texts["number"] = "it may start any number of processes (run headrace as another user than root)"
+        texts["proc"] = "it sees the machine's other processes in /proc"
         return [text for name, text in texts.items() if not getattr(self, name)]
 
 
@@ -124,9 +139,10 @@ def run_python_blocking(code: str, *, stdin: str = "", limits: SandboxLimits | N
 async def _run(command: list[str], stdin: str, limits: SandboxLimits, directory: str) -> SandboxResult:
     told, tell = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(_LAUNCHER), str(tell), json.dumps(asdict(limits)), *command,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        # no process of asyncio: it is reaped only when its whole session was killed, as its number could be another's afterwards
+        process = subprocess.Popen(  # noqa: ASYNC220 (as quick as asyncio's own)
+            [sys.executable, "-I", "-S", str(_LAUNCHER), str(tell), json.dumps(asdict(limits)), *command],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
             cwd=directory, env={"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"},
             pass_fds=(tell,), start_new_session=True,
         )  # fmt: skip
@@ -135,75 +151,107 @@ async def _run(command: list[str], stdin: str, limits: SandboxLimits, directory:
         return SandboxResult(end=SandboxEnd.NOT_STARTED, exit_code=None, stdout="", stderr=str(error), protections=Protections())
     finally:
         os.close(tell)
-    output = _Output(limits.output_bytes)
-    end = SandboxEnd.EXITED
+    talk = _Talk(process, os.fdopen(told, "rb", buffering=0), limits.output_bytes)
+    timed_out = False
     try:
         async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
-            await output.read(process, stdin)
-            await process.wait()
+            await talk.hold(stdin)
     except TimeoutError:
-        end = SandboxEnd.SECONDS
+        timed_out = True
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.wait())
-        protections, timed_out = _told(told)
-    code = process.returncode or 0
-    if output.too_much:
+        talk.kill()
+        talk.close()
+        await asyncio.shield(asyncio.to_thread(process.wait))
+    protections, why = talk.told()
+    code = process.returncode
+    if talk.too_much:
         end = SandboxEnd.OUTPUT
+    elif why is not None:
+        end = why
     elif timed_out:
         end = SandboxEnd.SECONDS
-    elif end is SandboxEnd.EXITED and code < 0:
-        end = SandboxEnd.KILLED
-    stdout, stderr = output.texts()
+    else:
+        end = SandboxEnd.KILLED if code < 0 else SandboxEnd.EXITED
+    stdout, stderr = talk.texts()
     return SandboxResult(end=end, exit_code=code if end is SandboxEnd.EXITED else None, stdout=stdout, stderr=stderr, protections=protections)
 
 
-class _Output:
-    """Both streams, up to a limit in all."""
+class _Talk:
+    """The pipes to and from a launcher and its program."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._left = limit_bytes
-        self._streams: tuple[bytearray, bytearray] = (bytearray(), bytearray())
+    def __init__(self, process: subprocess.Popen[bytes], told: IO[bytes], output_bytes: int) -> None:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self._process, self._left = process, output_bytes
+        self._pipes: list[IO[bytes]] = [process.stdin, process.stdout, process.stderr, told]
+        self._open: list[asyncio.BaseTransport] = []
+        self._stdout, self._stderr, self._told = bytearray(), bytearray(), bytearray()
         self.too_much = False
 
-    async def read(self, process: asyncio.subprocess.Process, stdin: str) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    async def hold(self, stdin: str) -> None:
+        """Until all pipes are closed. What the launcher leaves behind in its session is killed when it ends: it may hold them open."""
+        loop = asyncio.get_running_loop()
+        readers = []
+        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, self._pipes[0])
+        self._open.append(transport)
+        for pipe in self._pipes[1:]:
+            reader = asyncio.StreamReader()
+            self._open.append((await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), pipe))[0])
+            readers.append(reader)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._feed(process.stdin, stdin))
-            for stream, kept in zip((process.stdout, process.stderr), self._streams, strict=True):
-                group.create_task(self._keep(stream, kept, process.pid))
+            group.create_task(self._feed(asyncio.StreamWriter(transport, protocol, None, loop), stdin.encode(errors="replace")))
+            group.create_task(self._keep(readers[0], self._stdout))
+            group.create_task(self._keep(readers[1], self._stderr))
+            group.create_task(self._hear(readers[2]))
+
+    def kill(self) -> None:
+        """The whole session; its leader has not been reaped yet, so its number is nobody else's."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for transport in self._open:
+            transport.close()
+        for pipe in self._pipes[len(self._open) :]:  # cancelled before they were
+            pipe.close()
 
     def texts(self) -> tuple[str, str]:
-        stdout, stderr = (bytes(kept).decode(errors="replace") for kept in self._streams)
-        return stdout, stderr
+        return self._stdout.decode(errors="replace"), self._stderr.decode(errors="replace")
 
-    async def _feed(self, writer: asyncio.StreamWriter, text: str) -> None:
-        with contextlib.suppress(ConnectionError):  # it does not read
-            writer.write(text.encode(errors="replace"))
+    def told(self) -> tuple[Protections, SandboxEnd | None]:
+        """What the launcher said: the protections, and which limit ended the program."""
+        protections, ends = Protections(), []
+        for line in bytes(self._told).decode().splitlines():
+            if line.startswith("{"):
+                protections = Protections(**json.loads(line))
+                _warn(protections)
+            else:
+                ends.append(SandboxEnd(line))
+        return protections, ends[0] if ends else None
+
+    async def _feed(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        try:
+            writer.write(data)
             await writer.drain()
             writer.close()
+        except ConnectionError:
+            pass  # it does not read
+        except asyncio.CancelledError:
+            if not writer.transport.is_closing():
+                writer.transport.abort()  # closing would wait until it reads
+            raise
 
-    async def _keep(self, stream: asyncio.StreamReader, kept: bytearray, pid: int) -> None:
-        while chunk := await stream.read(_CHUNK_BYTES):
+    async def _keep(self, reader: asyncio.StreamReader, kept: bytearray) -> None:
+        while chunk := await reader.read(_CHUNK_BYTES):
             kept += chunk[: self._left]
             self._left -= min(self._left, len(chunk))
             if self._left == 0 and not self.too_much:
                 self.too_much = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                self.kill()
 
-
-def _told(told: int) -> tuple[Protections, bool]:
-    """What the launcher said: the protections, and whether the time limit ended the program."""
-    os.set_blocking(told, False)
-    with open(told, "rb") as pipe:
-        lines = (pipe.read() or b"").splitlines()
-    if not lines:
-        return Protections(), False
-    protections = Protections(**json.loads(lines[0]))
-    _warn(protections)
-    return protections, b"seconds" in lines[1:]
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        while chunk := await reader.read(_CHUNK_BYTES):
+            self._told += chunk
+        self.kill()
 
 
 _warned: set[Protections] = set()

@@ -1,7 +1,8 @@
 """What a sandboxed program is started by: python -I -S sandbox_launcher.py FD LIMITS PROGRAM ARGUMENT ... (sandbox.py)
 
-Shuts itself off, says on FD what the kernel granted, and runs the program as a child that dies with it. Where headrace is killed it ends the
-program and removes its directory. Standard library only, on purpose: it imports nothing of the package.
+Shuts itself off, says on FD what the kernel granted, and runs the program as a child that dies with it. Meanwhile it looks what all its
+processes use together. Where headrace is killed it ends the program and removes its directory. Standard library only, on purpose: it imports
+nothing of the package.
 """
 
 import ctypes
@@ -10,10 +11,20 @@ import math
 import os
 import resource
 import signal
+import stat
 import sys
+import time
+from collections.abc import Callable
 
-NEW_PID, NEW_NET, NEW_USER = 0x20000000, 0x40000000, 0x10000000
-SET_PDEATHSIG, SET_NO_NEW_PRIVS = 1, 38
+NEW_PID, NEW_NET, NEW_USER, NEW_MOUNTS = 0x20000000, 0x40000000, 0x10000000, 0x00020000
+SET_PDEATHSIG, SET_NO_NEW_PRIVS, SET_SUBREAPER, SET_SECUREBITS = 1, 38, 36, 28
+NO_ROOT = 0b11
+"""Whoever is root has nothing by that, for good."""
+RECURSIVELY_PRIVATE, NO_DEVICES_OR_PROGRAMS = 0x44000, 0b1110
+LOOK_SECONDS = 0.1
+LOOK_SHARE = 0.1
+"""Of a core, at most, however much there is to look at."""
+SMALLEST_BYTES = 4096
 
 
 def unshared(libc: ctypes.CDLL) -> tuple[bool, bool]:
@@ -26,8 +37,22 @@ def unshared(libc: ctypes.CDLL) -> tuple[bool, bool]:
                     file.write(text)
             except OSError:
                 pass  # it is nobody then, which is less, not more
+        try:  # in this namespace: no file systems of the program's own, where nobody sees what it writes
+            with open("/proc/sys/user/max_user_namespaces", "w") as file:
+                file.write("0")
+        except OSError:
+            pass
         return True, True
     return libc.unshare(NEW_NET) == 0, libc.unshare(NEW_PID) == 0
+
+
+def own_proc(libc: ctypes.CDLL) -> bool:
+    """/proc of the program's own processes instead of the machine's. In the first process of their namespace."""
+    if os.getpid() != 1 or libc.unshare(NEW_MOUNTS) != 0:
+        return False
+    private: int = libc.mount(b"none", b"/", None, RECURSIVELY_PRIVATE, None)
+    mounted: int = libc.mount(b"proc", b"/proc", b"proc", NO_DEVICES_OR_PROGRAMS, None) if private == 0 else -1
+    return mounted == 0
 
 
 def limit(limits: dict[str, float]) -> None:
@@ -107,29 +132,174 @@ def _remove_directory(name: str, within: int | None) -> None:
         pass  # something that left its session still writes there
 
 
-def wait(libc: ctypes.CDLL, child: int, parent: int, tell: int, seconds: float) -> tuple[int, bool]:
-    """(exit code, whether headrace was killed), when the program has ended by itself, at its limit, or because of that."""
-    orphaned = False
+def passed(directory: str, limits: dict[str, float]) -> str | None:
+    """Which limit of all processes together they are over: disk, memory or None."""
+    below = descendants(os.getpid())
+    disk, memory = deleted_bytes(below, os.stat(directory).st_dev)
+    if disk + tree_bytes(directory, limits["disk_bytes"] - disk) > limits["disk_bytes"]:
+        return "disk"
+    if memory + sum(map(resident_bytes, below)) > limits["total_memory_bytes"]:  # pages that they share count once for each: now exactly
+        memory += sum(map(proportional_bytes, below))
+        return "memory" if memory > limits["total_memory_bytes"] else None
+    return None
+
+
+def descendants(top: int) -> list[int]:
+    """Processes below this one."""
+    found = [top]
+    for process in found:  # which grows
+        try:
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
+                    found += map(int, file.read().split())
+        except OSError:
+            pass  # it has just ended
+    return found[1:]
+
+
+def resident_bytes(process: int) -> int:
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def proportional_bytes(process: int) -> int:
+    """Of a page that several processes have, each has a part."""
+    try:
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return resident_bytes(process)
+
+
+def deleted_bytes(processes: list[int], device: int) -> tuple[int, int]:
+    """(on this device, in memory or elsewhere) of files without a name that these have open."""
+    sizes: dict[tuple[int, int], int] = {}
+    for process in processes:
+        try:
+            for descriptor in os.listdir(f"/proc/{process}/fd"):
+                found = os.stat(f"/proc/{process}/fd/{descriptor}")
+                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                    sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
+        except OSError:
+            pass  # it has just ended, or closed one
+    here = sum(size for (where, _), size in sizes.items() if where == device)
+    return here, sum(sizes.values()) - here
+
+
+def tree_bytes(directory: str, limit: float) -> int:
+    """On the disk, of all that is in the directory; counts to the limit. Every file and directory takes a place of its own.
+
+    Goes down and up by descriptors, one at a time: no path grows too long, no depth is too deep, and no link is followed. Where the program
+    moves directories meanwhile, it ends early.
+    """
+    here = _opened(directory, None)
+    if here is None:
+        return 0
+    total = 0
+    try:
+        levels = [(_identity(here), os.listdir(here))]
+        while levels and total <= limit:
+            names = levels[-1][1]
+            if not names:
+                levels.pop()
+                if levels:
+                    here = _moved(here, os.open("..", os.O_RDONLY | os.O_DIRECTORY, dir_fd=here))
+                    if _identity(here) != levels[-1][0]:
+                        break
+                continue
+            try:
+                name = names.pop()
+                found = os.stat(name, dir_fd=here, follow_symlinks=False)
+                total += max(SMALLEST_BYTES, found.st_blocks * 512)
+                if stat.S_ISDIR(found.st_mode) and (below := _opened(name, here)) is not None:
+                    here = _moved(here, below)
+                    levels.append((_identity(here), os.listdir(here)))
+            except OSError:
+                continue  # it has just gone
+    except OSError:
+        pass
+    finally:
+        os.close(here)
+    return total
+
+
+def _moved(here: int, there: int) -> int:
+    os.close(here)
+    return there
+
+
+def _identity(directory: int) -> tuple[int, int]:
+    found = os.fstat(directory)
+    return found.st_dev, found.st_ino
+
+
+def wait(libc: ctypes.CDLL, child: int, parent: int, tell: int, seconds: float, look: Callable[[], str | None]) -> tuple[int, bool]:
+    """(exit code, whether headrace was killed), when the program has ended by itself, at its limit, or because of that.
+
+    `look`: which limit of all its processes together is passed, or None.
+    """
+    orphaned = over = False
 
     def end(number: int, _: object) -> None:
         nonlocal orphaned
         orphaned = orphaned or number == signal.SIGTERM  # by the signal: getppid() is still the same while another thread of headrace dies
-        try:
-            if number == signal.SIGALRM:
-                os.write(tell, b"seconds\n")
-            os.kill(child, signal.SIGKILL)
-        except OSError:
-            pass  # it has just ended, or nobody listens
+        kill("seconds" if number == signal.SIGALRM else None)
 
+    def kill(why: str | None) -> None:
+        if over:  # its number may soon be another's
+            return
+        try:
+            if why is not None:
+                os.write(tell, f"{why}\n".encode())
+        except OSError:
+            pass  # nobody listens
+        os.kill(child, signal.SIGKILL)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     signal.signal(signal.SIGALRM, end)
     signal.signal(signal.SIGTERM, end)
     libc.prctl(SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # only now: a new user namespace takes it away
     if os.getppid() != parent:
         end(signal.SIGTERM, None)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    _, status = os.waitpid(child, 0)  # goes on after a signal (PEP 475)
+    wake = time.monotonic() + LOOK_SECONDS
+    while not ended(child):
+        if signal.sigtimedwait({signal.SIGCHLD}, max(0.0, wake - time.monotonic())) is None:
+            began = time.process_time()
+            if (why := look()) is not None:
+                kill(why)
+            wake = time.monotonic() + max(LOOK_SECONDS, (time.process_time() - began) / LOOK_SHARE)
+    over = True
     signal.setitimer(signal.ITIMER_REAL, 0)
+    _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), orphaned
+
+
+def ended(child: int) -> bool:
+    """Of the program, which stays to be waited for; what it left behind and came to us is cleared away."""
+    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        if found.si_pid == child:
+            return True
+        os.waitpid(found.si_pid, 0)
+    return False
+
+
+def run(libc: ctypes.CDLL, tell: int, limits: dict[str, float], granted: dict[str, bool], program: list[str]) -> None:
+    """The child's side: becomes the program."""
+    libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    proc = own_proc(libc)
+    libc.prctl(SET_SECUREBITS, NO_ROOT, 0, 0, 0)
+    os.write(tell, (json.dumps({**granted, "proc": proc}) + "\n").encode())
+    os.close(tell)
+    limit(limits)
+    try:
+        os.execv(program[0], program)
+    except OSError as error:
+        os.write(2, f"{program[0]}: {error.strerror}\n".encode())
+        os._exit(127)
 
 
 def main() -> None:
@@ -137,20 +307,13 @@ def main() -> None:
     tell, limits, program = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None)
     privileges = libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)  # so that all its processes are below us
     network, processes = unshared(libc)
-    os.write(tell, (json.dumps({"network": network, "processes": processes, "privileges": privileges, "number": os.getuid() != 0}) + "\n").encode())
     child = os.fork()
     if child == 0:
-        libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.close(tell)
-        limit(limits)
-        try:
-            os.execv(program[0], program)
-        except OSError as error:
-            os.write(2, f"{program[0]}: {error.strerror}\n".encode())
-            os._exit(127)
+        run(libc, tell, limits, {"network": network, "processes": processes, "privileges": privileges, "number": os.getuid() != 0}, program)
     os.closerange(0, 3)
-    code, orphaned = wait(libc, child, parent, tell, limits["seconds"])
+    code, orphaned = wait(libc, child, parent, tell, limits["seconds"], lambda: passed(directory, limits))
     if orphaned:
         remove_tree(directory)
     if code < 0:  # this process ends as the program did, without a core file

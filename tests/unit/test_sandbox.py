@@ -15,6 +15,7 @@ import pytest
 
 from headrace import sandbox
 from headrace.sandbox import Protections, SandboxEnd, SandboxLimits, run_command, run_python_blocking
+from headrace.sandbox_launcher import tree_bytes
 
 QUICK = SandboxLimits(seconds=1.0)
 
@@ -159,8 +160,167 @@ def test_missing_protections_are_warned_of_once(caplog: pytest.LogCaptureFixture
         sandbox._warn(Protections(privileges=True))
     assert [record.message for record in caplog.records] == [
         "SANDBOX: programs that nobody has read run here with less protection than usual: network access is open; processes that leave its session survive; "
-        "it may start any number of processes (run headrace as another user than root)."
+        "it may start any number of processes (run headrace as another user than root); it sees the machine's other processes in /proc."
     ]
+
+
+HOGS = """
+import os, time
+blocks = []
+for _ in range({count}):
+    if os.fork() == 0:
+        blocks.append(os.urandom({size}))
+        time.sleep(100)
+{then}
+"""
+
+
+def test_memory_of_all_its_processes_together_is_limited() -> None:
+    code = HOGS.format(count=4, size=40 * 2**20, then="time.sleep(100)")
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=30, memory_bytes=200 * 2**20, total_memory_bytes=100 * 2**20))
+    assert (result.end, result.exit_code) == (SandboxEnd.MEMORY, None)
+
+
+def test_memory_is_found_wherever_its_processes_went() -> None:
+    """Each starts the next in a session of its own and ends."""
+    code = """
+import os, time
+def start(left):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            block = os.urandom(40 * 2**20)
+            time.sleep(100)
+        os._exit(0)
+for left in range(4):
+    start(left)
+    os.wait()
+time.sleep(100)
+"""
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=30, total_memory_bytes=100 * 2**20))
+    assert result.end is SandboxEnd.MEMORY
+
+
+def test_memory_that_processes_share_counts_once() -> None:
+    code = (
+        "import os, time\nblock = os.urandom(60 * 2**20)\nfor _ in range(3):\n    if os.fork() == 0: time.sleep(0.6); os._exit(0)\nfor _ in range(3): os.wait()"
+    )
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=30, total_memory_bytes=120 * 2**20))
+    assert result.ok, result
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "open(f'{number}', 'wb').write(bytes(5000))",
+        "open(f'{number}', 'wb')",
+        "os.mkdir('d'); os.chdir('d'); open('f', 'wb').write(bytes(10_000))",
+        "kept.append(open('f', 'wb')); kept[-1].write(bytes(10**6)); kept[-1].flush(); os.unlink('f'); time.sleep(0.3 * (number > 5))",
+        "os.makedirs(f'{number}/a'); open(f'{number}/a/f', 'wb').write(bytes(10_000)); os.chmod(f'{number}', 0)",
+    ],
+    ids=["files", "empty files", "depth", "files without a name", "hidden directories"],
+)
+def test_disk_of_all_its_files_together_is_limited(write: str) -> None:
+    code = f"import os, time\nkept = []\nfor number in range(10**6):\n    {write}\n    time.sleep(0.001)"
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=30, disk_bytes=2**21))
+    assert (result.end, result.exit_code) == (SandboxEnd.DISK, None), result.stderr
+
+
+def test_files_in_memory_without_a_name_count_as_memory() -> None:
+    code = "import os, time\nkept = [os.memfd_create(str(n)) for n in range(10)]\nfor file in kept: os.write(file, bytes(4 * 2**20))\ntime.sleep(100)"
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=30, total_memory_bytes=30 * 2**20))
+    assert result.end is SandboxEnd.MEMORY
+
+
+def test_bytes_of_a_tree_are_those_of_its_files_and_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/big").write_bytes(b"x" * 100_000)
+    (tmp_path / "a/small").write_bytes(b"x")
+    (tmp_path / "etc").symlink_to("/etc")
+    (tmp_path / "up").symlink_to("..")
+    assert 100_000 + 5 * 4096 <= tree_bytes(str(tmp_path), 1e12) <= 110_000 + 5 * 4096
+    assert tree_bytes(str(tmp_path), 4096) <= 120_000
+    assert tree_bytes(str(tmp_path / "gone"), 1e12) == 0
+
+
+def test_it_makes_no_namespaces_of_its_own_where_it_has_one() -> None:
+    """In which it could mount file systems that nobody sees."""
+    code = "import ctypes; libc = ctypes.CDLL(None); print(libc.unshare(0x10000000), libc.unshare(0x20000))"
+    result = run_python_blocking(code)
+    if not result.protections.processes:
+        pytest.skip("this kernel grants no namespaces")
+    assert result.stdout == "-1 -1\n"
+
+
+def test_root_is_nothing_special_in_it() -> None:
+    result = run_python_blocking("print(next(line for line in open('/proc/self/status') if line.startswith('CapEff')))")
+    assert result.stdout.split() == ["CapEff:", "0" * 16]
+
+
+def test_its_own_environ_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_SECRET", "key-5309")
+    code = "print(open('/proc/self/environ').read().split(chr(0)))\nimport os; print(sorted(os.environ))"
+    result = run_python_blocking(code)
+    assert "key-5309" not in result.stdout
+    assert result.stdout.endswith("['HOME', 'LANG', 'PATH', 'TMPDIR']\n")
+
+
+def test_it_sees_no_other_process_where_the_kernel_grants_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor any process's variables or command line."""
+    code = """
+import os
+print(sorted(name for name in os.listdir('/proc') if name.isdigit()))
+for number in range(1, 70000):
+    try:
+        if b'key-5309' in open(f'/proc/{number}/environ', 'rb').read(): print('found')
+    except OSError:
+        pass
+"""
+    environment = {**os.environ, "HEADRACE_SECRET": "key-5309"}
+    script = "import sys; from headrace.sandbox import run_python_blocking as run; r = run(sys.stdin.read()); print(r.protections.proc, r.stdout)"
+    found = subprocess.run([sys.executable, "-c", script], input=code, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    if not found.startswith("True"):
+        pytest.skip("this kernel grants no /proc of its own")
+    assert found.split() == ["True", "['1']"]
+
+
+def test_its_session_is_killed_before_its_number_can_be_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every kill its leader runs or waits to be reaped."""
+    states = []
+    kill = os.killpg
+
+    def checked(group: int, number: int) -> None:
+        states.append(Path(f"/proc/{group}/stat").exists())
+        kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", checked)
+    assert run_python_blocking("pass").ok
+    assert run_python_blocking("while True: print('x' * 1000)", limits=SandboxLimits(output_bytes=5000)).end is SandboxEnd.OUTPUT
+    assert run_python_blocking("import time; time.sleep(100)", limits=QUICK).end is SandboxEnd.SECONDS
+    assert len(states) >= 6 and all(states)
+
+
+def test_what_it_leaves_in_its_session_ends_with_it_and_holds_nobody_up() -> None:
+    result = run_python_blocking("import os, time\nif os.fork() == 0: time.sleep(1000)", limits=SandboxLimits(seconds=60))
+    assert result.ok  # long before its time limit: the child held stdout open
+
+
+def test_no_descriptor_is_left_open_however_it_ends() -> None:
+    async def main() -> None:
+        await sandbox.run_python("pass")  # asyncio's own, and its thread's
+        before = set(os.listdir("/proc/self/fd"))
+        await sandbox.run_python("pass", stdin="x" * 10**6)
+        await sandbox.run_python("import time; time.sleep(100)", stdin="x" * 10**6, limits=SandboxLimits(seconds=0.2))
+        await sandbox.run_python("while True: print('x' * 1000)", limits=SandboxLimits(output_bytes=5000))
+        for wait_seconds in (0.0, 0.01, 0.3):
+            task = asyncio.create_task(sandbox.run_python("import time; time.sleep(100)", stdin="x" * 10**6))
+            await asyncio.sleep(wait_seconds)
+            task.cancel()
+            await asyncio.wait([task])
+        await asyncio.sleep(0.05)  # transports close in a later turn
+        assert set(os.listdir("/proc/self/fd")) <= before
+
+    asyncio.run(main())
 
 
 def test_limits_must_be_over_0() -> None:
