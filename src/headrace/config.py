@@ -203,6 +203,12 @@ class RolloutSettings(Section):
 class SamplerSettings(Section):
     max_running: int = Field(64, description="Decode slots: sequences in one decode step.", ge=1)
     max_in_flight: int | None = Field(None, description="Rollouts in flight a sampler, waiting ones included; none: only admission bounds them.", ge=1)
+    queue_share: float = Field(
+        0.25,
+        description="Rollouts ready for a decode slot beyond max_running, as a share of it: answers come in bursts, and a short queue keeps the batch full.",
+        ge=0,
+        le=4,
+    )
     kv_memory_bytes: int = Field(256 * 2**20, description="Bytes for the KV cache; rollouts beyond it are computed again when they return.", ge=2**16)
     max_prefill_tokens: int = Field(4096, description="Prompt tokens computed in one step, padding included.", ge=16)
     update_mode: UpdateMode = Field(

@@ -593,8 +593,9 @@ def rollout_request(
 
 
 def scripted_settings(**sections: Mapping[str, Any]) -> Settings:
-    """Settings for scripted roles: scripted_settings(rollout={"max_steps": 8}, sampler={"max_running": 4})."""
-    return Settings.model_validate({"rollout": {"max_steps": 64, "max_tokens": 2048, "max_action_tokens": 16}, **sections})
+    """Settings for scripted roles: scripted_settings(rollout={"max_steps": 8}, sampler={"max_in_flight": 4}). No queue for decode slots."""
+    defaults = {"rollout": {"max_steps": 64, "max_tokens": 2048, "max_action_tokens": 16}, "sampler": {"queue_share": 0.0}}
+    return Settings.model_validate({**defaults, **sections})
 
 
 def action_tokens_of_task(tasks: Mapping[RolloutKey, Task]) -> Callable[[SampleRequest], int]:

@@ -95,6 +95,8 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _line(line: Mapping[str, Any]) -> str:
     kept = {name: value for name, value in line.items() if name not in ("longest_wait", "statistics", "waits")}
+    if "transfer_seconds" in kept:
+        kept["transfer_seconds"] = round(kept["transfer_seconds"], 6)
     if line["event"] == "worker_active":
         activity = line["activity"]
         idle = {reason: round(seconds, 3) for reason, seconds in sorted(activity["idle_seconds"].items()) if seconds > 1e-6}

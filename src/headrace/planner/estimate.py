@@ -41,6 +41,8 @@ class Setup:
     micro_batch_tokens: int | None = None
     gather_seconds: float = 0.003
     """How long a rollout in its environment keeps its slot (sampler.gather_seconds)."""
+    queue_share: float = 0.25
+    """Rollouts that may queue for a slot, as a share of the slots (sampler.queue_share)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def sampler_rate(profile: Profile, slots: int, in_flight: float) -> tuple[float,
 def most_of_one_sampler(profile: Profile, setup: Setup) -> float:
     """Rollouts in flight that one worker holds when admission does not bound it."""
     wait = wait_seconds(profile) / max(profile.distributions.answer_tokens.mean, 1e-9)
-    most = most_in_flight(engine_work(profile, setup.slots_per_sampler), mean_context(profile), wait, setup.gather_seconds)
+    most = most_in_flight(engine_work(profile, setup.slots_per_sampler), mean_context(profile), wait, setup.gather_seconds, setup.queue_share)
     return most if setup.max_in_flight is None else min(most, float(setup.max_in_flight))
 
 

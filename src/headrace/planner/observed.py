@@ -48,6 +48,7 @@ def observe(recording: Recording) -> Observed | None:
         mean_running=_mean_running(active),
         max_in_flight=recording.setting("sampler", "max_in_flight", None),
         gather_seconds=recording.setting("sampler", "gather_seconds", None),
+        queue_share=recording.setting("sampler", "queue_share", 0.0),
         selection=str(recording.setting("pool", "selection", "ready_first")),
     )
 

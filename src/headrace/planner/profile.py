@@ -187,6 +187,7 @@ class Observed:
     """Of one sampler; None: no limit of its own, or not known."""
     gather_seconds: float | None = None
 
+    queue_share: float = 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:

@@ -57,21 +57,25 @@ def usable_slots(work: EngineWork, context_tokens: float) -> float:
     return max(1.0, min(float(work.slots), work.kv_capacity_tokens / max(context_tokens, 1.0)))
 
 
-def most_in_flight(work: EngineWork, context_tokens: float, wait_per_token: float, gather_seconds: float) -> float:
-    """Rollouts that one worker holds when nothing else bounds it: it starts more as long as its slots are not spoken for.
+def most_in_flight(work: EngineWork, context_tokens: float, wait_per_token: float, gather_seconds: float, queue_share: float = 0.0) -> float:
+    """Rollouts that one worker holds when nothing else bounds it: it starts more as long as its slots, and a queue of `queue_share` of them, are not
+    spoken for.
 
-    A rollout in its environment gives its slot away after `gather_seconds`, so slots = running + tokens/s x min(wait, gather).
+    A rollout in its environment gives its place away after `gather_seconds`, so places = running + queued + tokens/s x min(wait, gather).
     """
     slots = usable_slots(work, context_tokens)
+    places = slots * (1.0 + queue_share)
     if wait_per_token <= 0:
-        return slots
+        return places
     low, high = 0.0, slots
     for _ in range(26):
         middle = (low + high) / 2
         step = step_seconds(work, middle, context_tokens)
         spoken_for = middle * (1.0 + min(wait_per_token + work.delay_steps * step, gather_seconds) / step)
-        low, high = (middle, high) if spoken_for < slots else (low, middle)
-    return high * (1.0 + work.delay_steps + wait_per_token / step_seconds(work, high, context_tokens))
+        low, high = (middle, high) if spoken_for < places else (low, middle)
+    step = step_seconds(work, high, context_tokens)
+    queued = max(0.0, places - high * (1.0 + min(wait_per_token + work.delay_steps * step, gather_seconds) / step))
+    return high * (1.0 + work.delay_steps + wait_per_token / step) + queued
 
 
 def pace(work: EngineWork, in_flight: float, context_tokens: float, wait_per_token: float) -> tuple[float, float]:

@@ -27,7 +27,7 @@ _WARM_UP = 0.25
 _SETUP: Mapping[str, Sequence[str]] = {
     "run": ("mode", "placement", "seed", "num_updates", "num_samplers", "num_learner_ranks", "max_failed_rollouts_in_a_row"),
     "rollout": ("group_size", "max_attempts"),
-    "sampler": ("max_running", "max_in_flight", "gather_seconds", "update_mode", "apply"),
+    "sampler": ("max_running", "max_in_flight", "gather_seconds", "queue_share", "update_mode", "apply"),
     "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry", "verify", "pace_key_steps"),
     "learner": ("num_minibatches", "num_epochs", "micro_batch_tokens"),
 }
@@ -63,7 +63,7 @@ def observed_tree(profile: Profile) -> dict[str, dict[str, Any]]:
     seen = profile.observed
     if seen is None:
         return {}
-    limits = {"max_in_flight": seen.max_in_flight, "gather_seconds": seen.gather_seconds}
+    limits = {"max_in_flight": seen.max_in_flight, "gather_seconds": seen.gather_seconds, "queue_share": seen.queue_share}
     ranks = seen.num_sampler_devices if seen.placement == "colocated" else seen.num_learner_devices
     return {
         "run": {

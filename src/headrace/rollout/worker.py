@@ -45,6 +45,11 @@ RESET_SECONDS = 1.0
 """A reset that lasts longer no longer keeps a slot reserved for its rollout."""
 
 
+def ready_limit(max_running: int, queue_share: float) -> int:
+    """Rollouts that a worker holds at most besides those that wait for their environments: its decode slots and a queue for them."""
+    return int(max_running * (1.0 + queue_share))
+
+
 @dataclass(slots=True)
 class _InFlight:
     request: RolloutRequest
@@ -306,7 +311,7 @@ class RolloutWorkerCore:
         long_rollouts, most_long = self._sampler.long_rollouts, self._sampler.most_long
         # long ones beyond their share are parked as soon as short work waits, so room for it is there
         yielding = max(0, sum(key in long_rollouts for key in holding) - most_long) if long_rollouts else 0
-        free = self._sampler.max_running - len(holding) + yielding
+        free = ready_limit(self._sampler.max_running, self._settings.sampler.queue_share) - len(holding) + yielding
         if self._settings.sampler.max_in_flight is not None:
             free = min(free, self._settings.sampler.max_in_flight - len(self._rollouts))
         return max(0, free)

@@ -17,7 +17,7 @@ from enum import Enum
 from headrace import clock
 from headrace.config import Settings
 from headrace.errors import HeadraceError, InvariantError, WorkerLostError
-from headrace.rollout.worker import ROOM_CHECK_SECONDS
+from headrace.rollout.worker import ROOM_CHECK_SECONDS, ready_limit
 from headrace.runtime.simulated_cores import Seat
 from headrace.runtime.simulated_engine import Action, DecodeEngine
 from headrace.runtime.simulated_rollouts import SimulatedRollout, WaitingRollouts
@@ -381,7 +381,7 @@ class SimulatedWorker:
     def _room(self, now: float) -> int:
         if self._stopped:
             return 0
-        free = self.engine.max_running - (len(self._rollouts) - self._waits.num_long(now))
+        free = ready_limit(self.engine.max_running, self._settings.sampler.queue_share) - (len(self._rollouts) - self._waits.num_long(now))
         if self._settings.sampler.max_in_flight is not None:
             free = min(free, self._settings.sampler.max_in_flight - len(self._rollouts))
         return max(0, free)

@@ -56,7 +56,7 @@ def both(
     ).play(60)  # fmt: skip
     setup = Setup(
         mode="async", placement="split", num_samplers=engines, num_learner_ranks=1, slots_per_sampler=slots, batch_trajectories=batch,
-        max_staleness=bound, gather_seconds=0.0, selection="oldest_first" if in_order else "ready_first",
+        max_staleness=bound, gather_seconds=0.0, queue_share=0.0, selection="oldest_first" if in_order else "ready_first",
     )  # fmt: skip
     return steady_state(made_profile(wait=wait, group_size=group_size, learn=learn), setup), played
 

@@ -201,7 +201,7 @@ def test_room_opens_for_rollouts_that_wait_so_that_the_batch_stays_full() -> Non
 def test_an_environment_that_answers_within_the_gathering_time_opens_no_room() -> None:
     async def main() -> None:
         sampler = ScriptedSampler(max_running=2, seconds_per_token=1.0)
-        settings = scripted_settings(sampler={"gather_seconds": 0.5})
+        settings = scripted_settings(sampler={"gather_seconds": 0.5, "queue_share": 0.0})
         async with running(scripted_worker(sampler, settings=settings)) as worker:
             await worker.start(requests(2, answers=1000, wait_seconds=0.4))
             while now() < 50.0:
@@ -219,6 +219,40 @@ def test_a_reset_keeps_its_slot_for_a_second_so_that_one_hole_is_not_filled_twic
                 rooms.append(((await worker.next_report()).room, now()))
             assert rooms[0][0] == 0
             assert rooms[-1][0] == 2
+
+    run_virtual(main())
+
+
+def test_a_queue_of_ready_rollouts_keeps_the_batch_full_although_answers_come_in_bursts() -> None:
+    def mean_running(queue_share: float) -> float:
+        async def main() -> float:
+            sampler = ScriptedSampler(max_running=8, seconds_per_token=0.1, action_tokens=lambda request: 1 + request.key.group_id % 4)
+            settings = scripted_settings(sampler={"queue_share": queue_share})
+            group_id, running_seconds = 0, 0.0
+            async with running(scripted_worker(sampler, settings=settings)) as worker:
+                await worker.start(requests(8, group_id=1000, answers=20, wait_seconds=0.5))
+                while now() < 60.0:
+                    report = await worker.next_report()
+                    if report.activity:
+                        running_seconds += sum(int(count) * seconds for count, seconds in report.activity.running_seconds.items())
+                    for _ in range(report.room):
+                        await worker.start(requests(1, group_id=group_id, answers=20, wait_seconds=0.3 + 0.7 * (group_id % 3)))
+                        group_id += 1
+            return running_seconds / now()
+
+        return run_virtual(main())
+
+    empty, empty_with_queue = 8 - mean_running(0.0), 8 - mean_running(0.5)
+    assert empty > 0.7 and empty_with_queue < 0.5 * empty, (empty, empty_with_queue)
+
+
+def test_the_queue_of_ready_rollouts_is_bounded_by_its_share() -> None:
+    async def main() -> None:
+        async with running(scripted_worker(ScriptedSampler(max_running=4), settings=scripted_settings(sampler={"queue_share": 0.5}))) as worker:
+            await worker.start(requests(5, answers=1000))
+            assert (await until(worker, lambda report: report.in_flight == 5)).room == 1
+            await worker.start(requests(1, group_id=1, answers=1000))
+            assert (await until(worker, lambda report: report.in_flight == 6)).room == 0
 
     run_virtual(main())
 

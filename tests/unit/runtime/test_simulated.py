@@ -43,10 +43,10 @@ RUNS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("max_running", [64, 3])
+@pytest.mark.parametrize(("max_running", "queue_share"), [(64, 0.25), (3, 0.0), (3, 1.0)])
 @pytest.mark.parametrize("name", RUNS)
-def test_simulated_roles_and_scripted_roles_give_the_same_events(name: str, max_running: int) -> None:
-    settings = run_settings(num_updates=12, sampler={"max_running": max_running}, **RUNS[name])
+def test_simulated_roles_and_scripted_roles_give_the_same_events(name: str, max_running: int, queue_share: float) -> None:
+    settings = run_settings(num_updates=12, sampler={"max_running": max_running, "queue_share": queue_share}, **RUNS[name])
     minibatches = settings.learner.num_minibatches
     model = scripted_times(learn_seconds=lambda tokens, ranks: SECONDS["learn_seconds"] / minibatches)
     simulated = clock.run_virtual(simulated_lines(settings, TASKS, model))
