@@ -24,6 +24,7 @@ DEFAULT_LIMIT = 10
 # oldest version first: from cold to warm, and apart in light and dark terminals
 _VERSION_STYLES = ("blue", "cyan", "green", "yellow", "magenta", "red")
 _MAX_CHARACTERS = 4000
+_MAX_ID_CHARACTERS = 200
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
@@ -104,7 +105,9 @@ def picture(row: Row, decode: Decode | None, *, marks: bool = False) -> Text:
     age = f"  staleness {row['staleness_mean']:.1f}, max {row['staleness_max']}" if row["staleness_max"] is not None else ""
     text = Text()
     text.append(f"group {row['group']}.{row['member']}", style="bold")
-    text.append(f"  task {row['task_id']}  reward {row['reward']:g}  {row['end']}  {update}{age}  {row['steps']} steps, {len(row['key_steps'])} key\n")
+    text.append(
+        f"  task {_one_line(row['task_id'])}  reward {row['reward']:g}  {row['end']}  {update}{age}  {row['steps']} steps, {len(row['key_steps'])} key\n"
+    )
     versions = sorted(set(row["versions"]))
     for version in versions:
         text.append(f" version {version} ", style=_version_style(version, versions))
@@ -115,6 +118,11 @@ def picture(row: Row, decode: Decode | None, *, marks: bool = False) -> Text:
     if len(body) > _MAX_CHARACTERS:
         body = body[:_MAX_CHARACTERS] + Text(f" ... {len(body) - _MAX_CHARACTERS} more characters: --export", style="dim")
     return text + body + Text("\n")
+
+
+def _one_line(text: str) -> str:
+    short = text if len(text) <= _MAX_ID_CHARACTERS else f"{text[:_MAX_ID_CHARACTERS]}..."
+    return short.replace("\n", "\u2424")
 
 
 def _body(row: Row, versions: list[int], decode: Decode | None, marks: bool) -> Text:

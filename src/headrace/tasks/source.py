@@ -142,7 +142,7 @@ def _from_file(path: Path, reference: str, setting: str) -> Iterator[tuple[str, 
             continue
         try:
             item = json.loads(line, parse_constant=_refuse_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
             raise RecipeError(f"{path}, line {number}: not JSON ({error}).", remedy="Write one JSON object a line.") from error
         yield f"line {number}", item
 

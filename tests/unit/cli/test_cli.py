@@ -325,7 +325,7 @@ def test_doctor_passes_on_a_sound_machine(capsys: pytest.CaptureFixture[str], mo
         (doctor.check_shared_memory(Path("/no/such/directory")), "warn"),
         (doctor.check_sandbox(sandboxed(SandboxEnd.NOT_STARTED, Protections())), "warn"),
         (doctor.check_sandbox(sandboxed(SandboxEnd.EXITED, Protections(privileges=True))), "warn"),
-        (doctor.check_sandbox(sandboxed(SandboxEnd.EXITED, Protections(network=True, processes=True, privileges=True, number=True))), "ok"),
+        (doctor.check_sandbox(sandboxed(SandboxEnd.EXITED, Protections(network=True, processes=True, privileges=True, number=True, proc=True))), "ok"),
         (doctor.check_package("no-such-package-at-all"), "fail"),
         (doctor.check_package("torch"), "ok"),
     ],
