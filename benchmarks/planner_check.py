@@ -57,7 +57,7 @@ def measured_figures(run: Path) -> dict[str, float]:
 
 def check(run: Path, seeds: int, other: Profile | None) -> list[dict[str, Any]]:
     profile = measure(run) if other is None else other
-    setup = settings_tree(tomllib.loads((run / "config.toml").read_text(encoding="utf-8")))
+    setup = settings_tree(tomllib.loads((run / "config.toml").read_text(encoding="utf-8")), profile)
     settings = make_settings(merged(simulated_tree(profile), setup), file=str(run))
     predictions = []
     for seed in range(seeds):

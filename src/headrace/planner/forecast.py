@@ -17,7 +17,7 @@ from headrace.planner.estimate import Setup, Steady, steady_state, update_second
 from headrace.planner.inputs import INPUTS
 from headrace.planner.plan import Spread
 from headrace.planner.profile import Profile
-from headrace.planner.time_model import DRIFT_FADES
+from headrace.planner.time_model import DRIFT_FADES, shared_part
 
 _DRAWS = 400
 _PARTS = 8
@@ -59,12 +59,18 @@ def uncertainty(profile: Profile, setup: Setup, running: float) -> Uncertainty:
         decode_error = math.hypot(_MACHINE_ERROR, decode.fit.relative_error / math.sqrt(len(decode.points)))
         learn_error = math.hypot(_MACHINE_ERROR, learn.fit.relative_error / math.sqrt(len(learn.points)))
         rollouts = 64 if profile.observed is None else profile.observed.num_updates * profile.observed.batch_trajectories
-        answers_error = spread / math.sqrt(max(rollouts, 1))
+        answers_error = spread / math.sqrt(max(rollouts / _alike(profile), 1))
     return Uncertainty(
         decode=decode_error + _EXTRAPOLATION * beyond_batch,
         learn=learn_error + (0.0 if profile.estimated else _EXTRAPOLATION * beyond_ranks),
         answers=answers_error,
     )
+
+
+def _alike(profile: Profile) -> float:
+    """Rollouts that count as one for a mean, as members of a group are alike: 1 + (G - 1) x the share of the variance that groups have."""
+    group = profile.group
+    return 1.0 + (group.size - 1) * shared_part(profile.distributions.answer_tokens, group.size, group.tailness)
 
 
 def finish_seconds(profile: Profile, setup: Setup, steady: Steady, num_updates: int, *, correction: float = 1.0) -> Spread:
@@ -126,14 +132,17 @@ def from_the_start(profile: Profile) -> Profile:
         before = each.mean - each.drift_per_update * profile.observed.num_updates / 2
         if each.drift_per_update and before > 0:
             began[name] = replace(each.scaled(before / each.mean), drift_per_update=each.drift_per_update)
-    return profile.with_distributions(replace(lengths, **began))
+    rewards = None if profile.rewards is None else profile.rewards.at(-profile.observed.num_updates / 2)
+    return replace(profile.with_distributions(replace(lengths, **began)), rewards=rewards)
 
 
 def without_drift(profile: Profile) -> Profile:
     """As it was measured, for good: what steady states are told of."""
     lengths = profile.distributions
     names = ("prompt_tokens", "answer_tokens", "steps", "tool_wait_seconds")
-    return profile.with_distributions(replace(lengths, **{name: replace(getattr(lengths, name), drift_per_update=0.0) for name in names}))
+    rewards = None if profile.rewards is None else replace(profile.rewards, log_odds_per_update=0.0)
+    steady = replace(lengths, **{name: replace(getattr(lengths, name), drift_per_update=0.0) for name in names})
+    return replace(profile.with_distributions(steady), rewards=rewards)
 
 
 def _doublings(value: float, measured: float) -> float:

@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from headrace.errors import ConfigError, Problem
 from headrace.planner.distributions import Distribution
 from headrace.planner.fits import DecodeFit, LearnFit
+from headrace.planner.rewards import Rewards
 
 SCHEMA = 1
 
@@ -186,8 +187,8 @@ class Observed:
     max_in_flight: int | None = None
     """Of one sampler; None: no limit of its own, or not known."""
     gather_seconds: float | None = None
-
     queue_share: float = 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -203,6 +204,8 @@ class Profile:
     schema: Literal[1] = 1
     dispatch_seconds: Amount = 0.0
     """Of one rollout, outside its own seconds: the conductor's work and the wire, at its start and at its end."""
+    rewards: Rewards | None = None
+    """None: not known, or of more than two values; no group is left out for its rewards then."""
     observed: Observed | None = None
 
     @property

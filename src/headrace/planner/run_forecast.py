@@ -51,7 +51,7 @@ class RunForecast:
 
 def simulated_settings(profile: Profile, values: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> Settings:
     """Settings of a simulated run for those of a real one (section -> key -> value). Raises ConfigError for what a run would not take."""
-    return make_settings(merged(simulated_tree(profile), settings_tree(values)), overrides, file="forecast")
+    return make_settings(merged(simulated_tree(profile), settings_tree(values, profile)), overrides, file="forecast")
 
 
 def forecast_run(profile: Profile, settings: Settings, *, draws: int = _DRAWS, cores: int | None = None) -> RunForecast:

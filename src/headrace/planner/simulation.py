@@ -20,6 +20,7 @@ from headrace.runtime.simulated import simulate
 
 _LONG_SECONDS = 1e6
 """Limits of a simulated run: what takes long is its result, not its failure."""
+_MOST_EMPTY_BATCHES = 1000
 _LEAST_UPDATES = 24
 _MOST_UPDATES = 64
 _WARM_UP = 0.25
@@ -28,7 +29,7 @@ _SETUP: Mapping[str, Sequence[str]] = {
     "run": ("mode", "placement", "seed", "num_updates", "num_samplers", "num_learner_ranks", "max_failed_rollouts_in_a_row"),
     "rollout": ("group_size", "max_attempts"),
     "sampler": ("max_running", "max_in_flight", "gather_seconds", "queue_share", "update_mode", "apply"),
-    "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry", "verify", "pace_key_steps"),
+    "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry", "verify", "pace_key_steps", "no_signal"),
     "learner": ("num_minibatches", "num_epochs", "micro_batch_tokens"),
 }
 """Settings that change how long what takes, and who waits for whom; those that the simulation refuses too."""
@@ -42,7 +43,7 @@ def simulated_tree(profile: Profile) -> dict[str, dict[str, Any]]:
     total = math.ceil(1.1 * (lengths.prompt_tokens.most + lengths.answer_tokens.most)) + 2
     names = ("batch_seconds", "report_seconds", "learn_seconds", "apply_seconds")
     return {
-        "run": {"name": "simulated", "record_trajectories": "none"},
+        "run": {"name": "simulated", "record_trajectories": "none", "max_empty_batches": _MOST_EMPTY_BATCHES},
         "model": {"path": "simulated"},
         "task": {"source": "simulated:tasks", "reward": "simulated:reward"},
         "rollout": {
@@ -51,8 +52,8 @@ def simulated_tree(profile: Profile) -> dict[str, dict[str, Any]]:
             "max_tokens": total,
             "max_action_tokens": total - 1,
         },
-        # simulated rewards mean nothing: no group is left out for them
-        "pool": {"no_signal": "train"},
+        # where rewards are not known no group is left out for them
+        "pool": {"no_signal": "train" if profile.rewards is None else profile.rewards.no_signal},
         "learner": {"micro_batch_tokens": max(16, profile.learn.micro_batch_tokens)},
         "limits": dict.fromkeys(names, _LONG_SECONDS),
     }
@@ -82,9 +83,12 @@ def observed_tree(profile: Profile) -> dict[str, dict[str, Any]]:
     }
 
 
-def settings_tree(values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def settings_tree(values: Mapping[str, Mapping[str, Any]], profile: Profile) -> dict[str, dict[str, Any]]:
     """The setup of a run with these settings (section -> key -> value, as in config.toml): what the simulation has a use for."""
-    return {section: {key: values[section][key] for key in keys if key in values[section]} for section, keys in _SETUP.items() if section in values}
+    tree = {section: {key: values[section][key] for key in keys if key in values[section]} for section, keys in _SETUP.items() if section in values}
+    if profile.rewards is None:
+        tree.get("pool", {}).pop("no_signal", None)
+    return tree
 
 
 def plan_tree(plan: Plan, *, num_updates: int) -> dict[str, dict[str, Any]]:

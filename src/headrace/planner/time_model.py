@@ -18,6 +18,7 @@ from headrace.config import Settings
 from headrace.planner.distributions import Distribution
 from headrace.planner.overheads import REPORT_SECONDS
 from headrace.planner.profile import Profile
+from headrace.planner.rewards import Progress
 from headrace.runtime.time_model import PlannedRollout, PlannedStep, TimeModel
 from headrace.types import RolloutRequest
 
@@ -42,7 +43,7 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
         settings.run.num_learner_ranks, settings.learner.micro_batch_tokens, settings.batch_trajectories * learn_scale * _learner_tokens(profile)
     )
     return TimeModel(
-        plan_rollout=rollout_planner(profile, failures=failures),
+        plan_rollout=rollout_planner(profile, failures=failures, batch_ratio=_batch_ratio(profile, settings)),
         step_seconds=lru_cache(maxsize=None)(lambda running: decode.fit.seconds(running)),
         seconds_per_context_token=decode.fit.seconds_per_context_token,
         observation_seconds=_observation_seconds(profile),
@@ -51,7 +52,7 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
         kv_capacity_tokens=decode.kv_capacity_tokens,
         capacity=decode.saturation.running,
         saturated_tokens_per_second=decode.saturation.tokens_per_second,
-        learn_seconds=_learn_seconds(profile, settings.learner.micro_batch_tokens, learn_scale),
+        learn_seconds=_learn_seconds(profile, settings, learn_scale),
         learn_busy_fraction=profile.learn.busy_fraction,
         handover_seconds=profile.learn.handover_seconds,
         publish_seconds=update.publish_seconds,
@@ -71,11 +72,19 @@ def _observation_seconds(profile: Profile) -> Callable[[int], float]:
     return lambda tokens: prefill.overhead_seconds + tokens / prefill.tokens_per_second if tokens else 0.0
 
 
-def _learn_seconds(profile: Profile, micro_batch_tokens: int, scale: float) -> Callable[[float, int], float]:
-    """Of trajectories with so many tokens: padding is added, and what no group carries a signal for is left out, as in the run measured."""
-    lengths, fit = profile.distributions, profile.learn.fit
+def _batch_ratio(profile: Profile, settings: Settings) -> float:
+    """Trajectories of a batch / those of the measured run's."""
+    seen = profile.observed
+    return 1.0 if seen is None or not seen.batch_trajectories else settings.batch_trajectories / seen.batch_trajectories
+
+
+def _learn_seconds(profile: Profile, settings: Settings, scale: float) -> Callable[[float, int], float]:
+    """Of trajectories with so many tokens: padding is added. Where rewards are not known no group is filtered, and what was in the run measured is
+    left out in the mean."""
+    lengths, fit, micro_batch_tokens = profile.distributions, profile.learn.fit, settings.learner.micro_batch_tokens
     total = lengths.prompt_tokens.mean + lengths.answer_tokens.mean
-    factor = scale * (_learner_tokens(profile) / total if total > 0 else 1.0)
+    each = _learner_tokens(profile) / total if total > 0 else 1.0
+    factor = scale * (each if profile.rewards is None else profile.rewards.padding)
     return lambda tokens, ranks: fit.seconds(ranks, micro_batch_tokens, tokens * factor)
 
 
@@ -88,8 +97,8 @@ def _learner_tokens(profile: Profile) -> float:
 # rollouts ---------------------------------------------------------------------------------------------------------------
 
 
-def rollout_planner(profile: Profile, *, failures: float = 0.0) -> Callable[[RolloutRequest, int], PlannedRollout]:
-    """Draws a rollout by the seed and key of its request; lengths drift with the version it starts under."""
+def rollout_planner(profile: Profile, *, failures: float = 0.0, batch_ratio: float = 1.0) -> Callable[[RolloutRequest, int], PlannedRollout]:
+    """Draws a rollout by the seed and key of its request; lengths and rewards drift with the version it starts under."""
     lengths = profile.distributions
     several = lengths.steps.mean > _SEVERAL_STEPS
     fades = math.inf if profile.observed is None else DRIFT_FADES * profile.observed.num_updates
@@ -97,10 +106,23 @@ def rollout_planner(profile: Profile, *, failures: float = 0.0) -> Callable[[Rol
     answers, prompts, counts, waits = (_Draws(each, fades) for each in measured)
     shared = shared_part(lengths.answer_tokens, profile.group.size, profile.group.tailness)
     own, both = math.sqrt(1.0 - shared), math.sqrt(shared)
+    rewards = profile.rewards
+    progress = None if rewards is None else Progress(rewards, group_size=profile.group.size, batch_ratio=batch_ratio)
 
     @lru_cache(maxsize=1024)
     def group_score(seed: int, group_id: int) -> float:
         return random.Random((seed * _STRIDES[0] + group_id) * _STRIDES[1] - 1).gauss(0.0, 1.0)
+
+    @lru_cache(maxsize=1024)
+    def ease(seed: int, group_id: int) -> float:
+        return random.Random((seed * _STRIDES[0] + group_id) * _STRIDES[1] - 2).gauss(0.0, 1.0)
+
+    def success(request: RolloutRequest, version: int) -> float:
+        """Its chance."""
+        if rewards is None or progress is None:
+            return 0.5
+        group_id, seed = request.key.group_id, request.seed
+        return rewards.chance(group_score(seed, group_id) if shared else 0.0, ease(seed, group_id), progress.rise(version))
 
     def plan(request: RolloutRequest, version: int) -> PlannedRollout:
         group_id, member, attempt = request.key
@@ -112,7 +134,7 @@ def rollout_planner(profile: Profile, *, failures: float = 0.0) -> Callable[[Rol
         actions, observations = _spread(action_tokens, count), _spread(observation_tokens, count)
         # a step's wait has a time of its own whatever the run's version: drifts of waits are of the whole
         steps = tuple(PlannedStep(seen, done, waits.at(stream.random(), version)) for seen, done in zip(observations, actions, strict=True))
-        return PlannedRollout(steps=steps, reward=float(stream.random() < 0.5), fails=stream.random() < failures)
+        return PlannedRollout(steps=steps, reward=float(stream.random() < success(request, version)), fails=stream.random() < failures)
 
     return plan
 

@@ -77,7 +77,7 @@ def simulate(
 ) -> Simulation:  # fmt: skip
     """A whole run of `settings`, its time taken from `model`. Raises HeadraceError as a real run does; the virtual clock must not be running.
 
-    Rewards of simulated rollouts mean nothing, so no group is filtered for them: pool.no_signal should be `train`.
+    Where the model knows nothing of rewards, pool.no_signal should be `train`: no group is filtered for them then.
     """
     check_settings(settings)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"record_trajectories": RecordTrajectories.NONE})})
