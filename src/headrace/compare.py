@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import headrace
 from headrace.config import Mode, Placement, Settings
@@ -37,6 +37,9 @@ from headrace.events import Evaluated
 from headrace.report.comparison import NUM_SMOOTHED, MeasuredRun, measure_run, measured_capacity
 from headrace.report.markup import printable
 from headrace.report.progress import ProgressView, duration
+
+if TYPE_CHECKING:
+    from headrace.planner.profile import Profile
 
 SYNC, ASYNC = "sync", "async"
 DEFAULT_EVALUATIONS = 20
@@ -219,6 +222,10 @@ class Job:
     seed: int
 
 
+Promises = Mapping[Job, Mapping[str, Any]]
+"""By run, what a profile says of it (planner/promise.py)."""
+
+
 def ordered_jobs(plan: Plan) -> list[Job]:
     """Seed by seed, every arm in turn; every second seed the other way round."""
     jobs = []
@@ -228,7 +235,7 @@ def ordered_jobs(plan: Plan) -> list[Job]:
     return jobs
 
 
-async def run_comparison(plan: Plan, stream: IO[str]) -> dict[str, list[MeasuredRun]]:
+async def run_comparison(plan: Plan, stream: IO[str], promises: Promises | None = None) -> dict[str, list[MeasuredRun]]:
     """Runs and evaluates what is not there yet, then measures everything: arm -> its runs by seed. `stream` gets the progress.
 
     Cancelling it (Ctrl-C) ends the run in progress cleanly; the same plan goes on where this stopped.
@@ -245,26 +252,32 @@ async def run_comparison(plan: Plan, stream: IO[str]) -> dict[str, list[Measured
         started = time.monotonic()
         directory, resolved = run_directory(plan, job), plan.resolve(job.arm, job.seed)
         if not _is_run(directory):
-            await _train(promised(plan, resolved, stream), directory, stream)
+            await _train(dataclasses.replace(resolved, promised=(promises or {}).get(job)), directory, stream)
         await _evaluate(resolved, directory, stream)
         seconds.setdefault(job.arm.name, []).append(time.monotonic() - started)
     return measure(plan)
 
 
-def promised(plan: Plan, resolved: ResolvedSettings, stream: IO[str]) -> ResolvedSettings:
-    """With what the profile says of such a run; as they are without one, and where the simulation does not know the settings."""
-    if plan.profile is None:
-        return resolved
-    from headrace.planner.profile import load_profile
+def make_promises(plan: Plan, profile: Profile, stream: IO[str]) -> Promises:
+    """What the profile says of each run that is to be made. Runs whose settings the simulation does not know get none, which is said.
+
+    Simulations have a loop of their own, so no other one may be running.
+    """
     from headrace.planner.promise import promise_of_profile
 
-    values = resolved.settings.model_dump(mode="json", exclude_none=True)
-    try:
-        promise = promise_of_profile(load_profile(plan.profile), values, by=plan.profile.name, cores=_shared_cores(resolved.settings))
-    except ConfigError as error:
-        _say(stream, f"no promise: {error}")
-        return resolved
-    return dataclasses.replace(resolved, promised=promise)
+    promises: dict[Job, Mapping[str, Any]] = {}
+    by = "profile" if plan.profile is None else plan.profile.name
+    jobs = [job for job in ordered_jobs(plan) if not _is_run(run_directory(plan, job))]
+    if jobs:
+        _say(stream, f"foretelling {len(jobs)} runs by {by}")
+    for job in jobs:
+        settings = plan.resolve(job.arm, job.seed).settings
+        values = settings.model_dump(mode="json", exclude_none=True)
+        try:
+            promises[job] = promise_of_profile(profile, values, by=by, cores=_shared_cores(settings))
+        except ConfigError as error:
+            _say(stream, f"no promise for {job.arm.name}, seed {job.seed}: {error}")
+    return promises
 
 
 def _shared_cores(settings: Settings) -> int | None:

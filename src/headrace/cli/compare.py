@@ -15,9 +15,10 @@ from typing import Any
 from headrace.cli import interrupts
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
 from headrace.cli.run import sigterm_as_ctrl_c
-from headrace.compare import SYNC, Arm, Plan, common_capacity, held_directory, make_arms, run_comparison
+from headrace.compare import SYNC, Arm, Plan, common_capacity, held_directory, make_arms, make_promises, run_comparison
 from headrace.config_loading import load_settings, plain_values
 from headrace.errors import ConfigError, HeadraceError, Problem
+from headrace.planner.profile import Profile, load_profile
 from headrace.report.comparison import MeasuredRun, as_json, compare_arm, default_target, jitter, mean_and_interval, time_to_reward
 
 
@@ -26,12 +27,13 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     baseline = _baseline(plan, arguments.baseline)
     for arm in plan.arms:
         plan.resolve(arm, seed=0)  # every problem before anything is written
+    profile = None if plan.profile is None else load_profile(plan.profile)
     _warn_of_shared_cores(plan, output)
     facts: dict[str, Any] = {"recipe": arguments.recipe, "run_dir": str(plan.directory), "seeds": list(plan.seeds()), "baseline": baseline}
     with held_directory(plan), sigterm_as_ctrl_c():
         output.say(f"headrace compare {arguments.recipe}: {', '.join(arm.name for arm in plan.arms)} -> {plan.directory}")
         try:
-            measured = _run(plan, output)
+            measured = _run(plan, profile, output)
         except KeyboardInterrupt:
             interrupts.absorb()
             output.say(f"Interrupted. To go on: {_again(arguments, plan)}")
@@ -96,11 +98,12 @@ def print_comparison(measured: Mapping[str, Sequence[MeasuredRun]], result: Mapp
     output.show(f"\nreport  {result['report']}\nruns and result.json  {result['run_dir']}")
 
 
-def _run(plan: Plan, output: Output) -> dict[str, list[MeasuredRun]]:
+def _run(plan: Plan, profile: Profile | None, output: Output) -> dict[str, list[MeasuredRun]]:
     from headrace.runtime.processes import end_forkserver
 
+    promises = None if profile is None else make_promises(plan, profile, output.people)
     try:
-        return interrupts.run(run_comparison(plan, output.people))
+        return interrupts.run(run_comparison(plan, output.people, promises))
     finally:
         end_forkserver()
 

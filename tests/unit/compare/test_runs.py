@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from fakes.made_events import active, run_started, updated, window
+from fakes.plan_profiles import plain_profile
 from headrace import events as ev
+from headrace.cli.main import main
 from headrace.compare import Arm, Plan, common_capacity, make_arms, run_comparison
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.event_log import EventLog, read_events
+from headrace.planner.distributions import Distribution
+from headrace.planner.profile import save_profile
 from headrace.report.comparison import time_to_reward
 
 RECIPE = """
@@ -41,6 +45,7 @@ class Runtime:
     def __init__(self, start_model: Path) -> None:
         self.start = start_model
         self.trained: list[str] = []
+        self.promised: dict[str, Any] = {}
         self.evaluated: list[tuple[str, int, int]] = []
         self.capacities: dict[str, int] = {}
         self.fail_training: str | None = None
@@ -51,6 +56,7 @@ class Runtime:
         settings = resolved.settings
         os.makedirs(directory)  # fails where a cut run was left
         self.trained.append(directory.name)
+        self.promised[directory.name] = resolved.promised
         seconds = iter(range(10_000))
         log = EventLog(directory / "events.jsonl", lambda: float(next(seconds)))
         for subscriber in subscribers:
@@ -242,3 +248,41 @@ def test_curves_of_a_comparison_give_times(plan: Callable[..., Plan], runtime: R
     points = measured["sync"][0].curve
     assert time_to_reward(points, 0.6) == points[4].seconds
     assert json.dumps([point.seconds for point in points])
+
+
+def compare(plan: Plan, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
+    capsys.readouterr()
+    code = main(["compare", plan.recipe, "pool.groups_per_batch=2", "rollout.group_size=2", "--seeds", "1", "--run-dir", str(plan.directory), "--json", *words])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out), captured.err
+
+
+def test_a_profile_promises_every_run_of_the_command_before_it_starts(
+    plan: Callable[..., Plan], runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(plain_profile(answers=Distribution.lognormal(30.0, 10.0)), tmp_path / "profile.json")
+    code, _, people = compare(plan(), capsys, "--profile", str(tmp_path / "profile.json"))
+    assert code == 0, people
+    assert {name: promised["by"] for name, promised in runtime.promised.items()} == {"sync-0": "profile.json", "async-0": "profile.json"}
+    assert runtime.promised["sync-0"]["finish_seconds"] != runtime.promised["async-0"]["finish_seconds"]
+
+
+def test_settings_that_the_simulation_does_not_know_are_only_noted(
+    plan: Callable[..., Plan], runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(plain_profile(answers=Distribution.lognormal(30.0, 10.0)), tmp_path / "profile.json")
+    code, _, people = compare(plan(), capsys, "--profile", str(tmp_path / "profile.json"), "--arm", "async", "sampler.update_mode=wait")
+    assert code == 0, people
+    assert "no promise for async, seed 0" in people and "sampler.update_mode" in people
+    assert runtime.promised["async-0"] is None and runtime.promised["sync-0"] is not None
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema": 1}'])
+def test_a_wrong_profile_ends_the_command_before_anything_starts(
+    plan: Callable[..., Plan], runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "profile.json").write_text(content)
+    code, result, people = compare(plan(), capsys, "--profile", str(tmp_path / "profile.json"))
+    assert (code, result["error"]["file"]) == (2, str(tmp_path / "profile.json")), people
+    assert not runtime.trained and not plan().directory.exists()
