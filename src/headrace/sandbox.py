@@ -162,8 +162,7 @@ async def _run(command: list[str], stdin: str, limits: SandboxLimits, directory:
         talk.kill()
         talk.close()
         await asyncio.shield(asyncio.to_thread(process.wait))
-    protections, why = talk.told()
-    code = process.returncode
+    protections, why, code = talk.told()
     if talk.too_much:
         end = SandboxEnd.OUTPUT
     elif why is not None:
@@ -217,16 +216,18 @@ class _Talk:
     def texts(self) -> tuple[str, str]:
         return self._stdout.decode(errors="replace"), self._stderr.decode(errors="replace")
 
-    def told(self) -> tuple[Protections, SandboxEnd | None]:
-        """What the launcher said: the protections, and which limit ended the program."""
-        protections, ends = Protections(), []
+    def told(self) -> tuple[Protections, SandboxEnd | None, int]:
+        """What the launcher said: the protections, which limit ended the program, and its exit code (-signal), else the launcher's own."""
+        protections, why, code = Protections(), None, self._process.returncode
         for line in bytes(self._told).decode().splitlines():
             if line.startswith("{"):
                 protections = Protections(**json.loads(line))
                 _warn(protections)
+            elif line.removeprefix("-").isdigit():
+                code = int(line)
             else:
-                ends.append(SandboxEnd(line))
-        return protections, ends[0] if ends else None
+                why = why or SandboxEnd(line)
+        return protections, why, code
 
     async def _feed(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         try:

@@ -16,21 +16,23 @@ import sys
 import time
 from collections.abc import Callable
 
-NEW_PID, NEW_NET, NEW_USER, NEW_MOUNTS = 0x20000000, 0x40000000, 0x10000000, 0x00020000
-SET_PDEATHSIG, SET_NO_NEW_PRIVS, SET_SUBREAPER, SET_SECUREBITS = 1, 38, 36, 28
+NEW_PID, NEW_NET, NEW_IPC, NEW_USER, NEW_MOUNTS = 0x20000000, 0x40000000, 0x08000000, 0x10000000, 0x00020000
+SET_PDEATHSIG, SET_DUMPABLE, SET_NO_NEW_PRIVS, SET_SUBREAPER, SET_SECUREBITS = 1, 4, 38, 36, 28
 NO_ROOT = 0b11
 """Whoever is root has nothing by that, for good."""
-RECURSIVELY_PRIVATE, NO_DEVICES_OR_PROGRAMS = 0x44000, 0b1110
+RECURSIVELY_PRIVATE, NO_DEVICES_OR_PROGRAMS, READ_ONLY = 0x44000, 0b1110, 0b1111
 LOOK_SECONDS = 0.1
 LOOK_SHARE = 0.1
 """Of a core, at most, however much there is to look at."""
 SMALLEST_BYTES = 4096
+FIRST_IPC_NAMESPACE = 0xEFFFFFFF
+"""The machine's own: PROC_IPC_INIT_INO."""
 
 
 def unshared(libc: ctypes.CDLL) -> tuple[bool, bool]:
     """(without network, with processes of its own)."""
     user, group = os.getuid(), os.getgid()
-    if libc.unshare(NEW_USER | NEW_NET | NEW_PID) == 0:
+    if libc.unshare(NEW_USER | NEW_NET | NEW_PID | NEW_IPC) == 0:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             try:
                 with open(f"/proc/self/{name}", "w") as file:
@@ -43,15 +45,21 @@ def unshared(libc: ctypes.CDLL) -> tuple[bool, bool]:
         except OSError:
             pass
         return True, True
+    libc.unshare(NEW_IPC)
     return libc.unshare(NEW_NET) == 0, libc.unshare(NEW_PID) == 0
 
 
-def own_proc(libc: ctypes.CDLL) -> bool:
-    """/proc of the program's own processes instead of the machine's. In the first process of their namespace."""
-    if os.getpid() != 1 or libc.unshare(NEW_MOUNTS) != 0:
+def own_mounts(libc: ctypes.CDLL, temporary: str) -> bool:
+    """/proc of the program's own processes instead of the machine's. In the first process of their namespace.
+
+    The sockets of Python's forkservers are hidden: whoever may connect to one can have it run anything, outside the sandbox.
+    """
+    if os.getpid() != 1 or libc.unshare(NEW_MOUNTS) != 0 or libc.mount(b"none", b"/", None, RECURSIVELY_PRIVATE, None) != 0:
         return False
-    private: int = libc.mount(b"none", b"/", None, RECURSIVELY_PRIVATE, None)
-    mounted: int = libc.mount(b"proc", b"/proc", b"proc", NO_DEVICES_OR_PROGRAMS, None) if private == 0 else -1
+    for name in os.listdir(temporary):
+        if name.startswith("pymp-"):
+            libc.mount(b"none", os.fsencode(os.path.join(temporary, name)), b"tmpfs", READ_ONLY, b"size=4k,mode=0")
+    mounted: int = libc.mount(b"proc", b"/proc", b"proc", NO_DEVICES_OR_PROGRAMS, None)
     return mounted == 0
 
 
@@ -138,6 +146,7 @@ def passed(directory: str, limits: dict[str, float]) -> str | None:
     disk, memory = deleted_bytes(below, os.stat(directory).st_dev)
     if disk + tree_bytes(directory, limits["disk_bytes"] - disk) > limits["disk_bytes"]:
         return "disk"
+    memory += shared_segments_bytes()
     if memory + sum(map(resident_bytes, below)) > limits["total_memory_bytes"]:  # pages that they share count once for each: now exactly
         memory += sum(map(proportional_bytes, below))
         return "memory" if memory > limits["total_memory_bytes"] else None
@@ -187,6 +196,19 @@ def deleted_bytes(processes: list[int], device: int) -> tuple[int, int]:
             pass  # it has just ended, or closed one
     here = sum(size for (where, _), size in sizes.items() if where == device)
     return here, sum(sizes.values()) - here
+
+
+def shared_segments_bytes() -> int:
+    """System V shared memory that no process holds; in a namespace of its own all of it is the program's."""
+    try:
+        with open("/proc/self/ns/ipc") as ours, open("/proc/sysvipc/shm") as file:
+            if os.fstat(ours.fileno()).st_ino == FIRST_IPC_NAMESPACE:
+                return 0
+            names, *rows = (line.split() for line in file)
+            attached, resident = names.index("nattch"), names.index("rss")
+            return sum(int(row[resident]) for row in rows if row[attached] == "0")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def tree_bytes(directory: str, limit: float) -> int:
@@ -287,12 +309,20 @@ def ended(child: int) -> bool:
     return False
 
 
-def run(libc: ctypes.CDLL, tell: int, limits: dict[str, float], granted: dict[str, bool], program: list[str]) -> None:
-    """The child's side: becomes the program."""
+def run(libc: ctypes.CDLL, tell: int, alive: int, limits: dict[str, float], granted: dict[str, bool], program: list[str]) -> None:
+    """The child's side: becomes the program, or starts it. `alive` ends with the parent."""
     libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    proc = own_proc(libc)
+    os.set_blocking(alive, False)
+    try:
+        os.read(alive, 1)
+        os._exit(1)  # the parent has died before it would have been told
+    except BlockingIOError:
+        pass
+    proc = own_mounts(libc, os.path.dirname(os.getcwd()))
     libc.prctl(SET_SECUREBITS, NO_ROOT, 0, 0, 0)
     os.write(tell, (json.dumps({**granted, "proc": proc}) + "\n").encode())
+    if os.getpid() == 1:
+        be_first(libc, tell)
     os.close(tell)
     limit(limits)
     try:
@@ -302,6 +332,24 @@ def run(libc: ctypes.CDLL, tell: int, limits: dict[str, float], granted: dict[st
         os._exit(127)
 
 
+def be_first(libc: ctypes.CDLL, tell: int) -> None:
+    """Of the process namespace, which ends with this process; returns in the program, which can do nothing to it.
+
+    Were the program itself the first, it could refuse to end with its parent. In a group of its own it cannot stop the launcher by kill(0).
+    """
+    os.setsid()
+    libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)  # no debugger, no descriptors in /proc
+    program = os.fork()
+    if program == 0:
+        return
+    os.closerange(0, 3)
+    found, status = os.wait()
+    while found != program:
+        found, status = os.wait()
+    os.write(tell, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
 def main() -> None:
     parent, directory = os.getppid(), os.getcwd()
     tell, limits, program = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
@@ -309,9 +357,11 @@ def main() -> None:
     privileges = libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)  # so that all its processes are below us
     network, processes = unshared(libc)
+    alive, until_end = os.pipe()
     child = os.fork()
     if child == 0:
-        run(libc, tell, limits, {"network": network, "processes": processes, "privileges": privileges, "number": os.getuid() != 0}, program)
+        os.close(until_end)
+        run(libc, tell, alive, limits, {"network": network, "processes": processes, "privileges": privileges, "number": os.getuid() != 0}, program)
     os.closerange(0, 3)
     code, orphaned = wait(libc, child, parent, tell, limits["seconds"], lambda: passed(directory, limits))
     if orphaned:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -169,7 +171,7 @@ import os, time
 blocks = []
 for _ in range({count}):
     if os.fork() == 0:
-        blocks.append(os.urandom({size}))
+        blocks.append(b'x' * {size})
         time.sleep(100)
 {then}
 """
@@ -189,7 +191,7 @@ def start(left):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            block = os.urandom(40 * 2**20)
+            block = b'x' * (40 * 2**20)
             time.sleep(100)
         os._exit(0)
 for left in range(4):
@@ -202,9 +204,7 @@ time.sleep(100)
 
 
 def test_memory_that_processes_share_counts_once() -> None:
-    code = (
-        "import os, time\nblock = os.urandom(60 * 2**20)\nfor _ in range(3):\n    if os.fork() == 0: time.sleep(0.6); os._exit(0)\nfor _ in range(3): os.wait()"
-    )
+    code = "import os, time\nblock = b'x' * (60 * 2**20)\nfor _ in range(3):\n    if os.fork() == 0: time.sleep(0.6); os._exit(0)\nfor _ in range(3): os.wait()"
     result = run_python_blocking(code, limits=SandboxLimits(seconds=30, total_memory_bytes=120 * 2**20))
     assert result.ok, result
 
@@ -281,7 +281,7 @@ for number in range(1, 70000):
     found = subprocess.run([sys.executable, "-c", script], input=code, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
     if not found.startswith("True"):
         pytest.skip("this kernel grants no /proc of its own")
-    assert found.split() == ["True", "['1']"]
+    assert found.split("\n") == ["True ['1', '2']", "", ""]
 
 
 def test_its_session_is_killed_before_its_number_can_be_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +321,121 @@ def test_no_descriptor_is_left_open_however_it_ends() -> None:
         assert set(os.listdir("/proc/self/fd")) <= before
 
     asyncio.run(main())
+
+
+def ends_for_good(mark: str) -> bool:
+    """Whether every process with this word in its command line is gone soon."""
+    deadline = time.monotonic() + 5
+    while any(mark in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("then", ["while True: print('x' * 1000)", "time.sleep(1000)"])
+def test_a_program_that_refuses_to_end_with_its_parent_ends_all_the_same(then: str) -> None:
+    """It leaves the session, takes back the signal at its parent's death and stops whoever is in its group."""
+    mark = f"sandboxed-{os.getpid()}-{time.monotonic_ns()}"
+    code = f"""
+import ctypes, os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.kill(0, signal.SIGSTOP)
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGCONT)
+try: os.setsid()
+except OSError: pass
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+{then}
+"""
+    command = [sys.executable, "-I", "-S", "-c", code, mark]
+    result = asyncio.run(run_command(command, limits=SandboxLimits(seconds=1, output_bytes=5000)))
+    if not result.protections.processes:
+        pytest.skip("this kernel grants no process namespace")
+    assert result.end in (SandboxEnd.OUTPUT, SandboxEnd.SECONDS)
+    assert ends_for_good(mark)
+
+
+def test_it_cannot_stop_what_watches_it() -> None:
+    code = """
+import os, signal
+signal.signal(signal.SIGTSTP, lambda *_: None)  # for itself
+os.kill(0, signal.SIGTSTP)
+for number in (signal.SIGSTOP, signal.SIGKILL):
+    os.kill(1, number)
+for number in range(10**6):
+    open(str(number), 'w')
+"""
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=30, disk_bytes=2**20))
+    if not result.protections.processes:
+        pytest.skip("this kernel grants no process namespace")
+    assert result.end is SandboxEnd.DISK
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("print(input())", SandboxEnd.EXITED),
+        ("while True: pass", SandboxEnd.SECONDS),
+        ("while True: print('x' * 1000)", SandboxEnd.OUTPUT),
+        ("for number in range(10**6): open(str(number), 'w')", SandboxEnd.DISK),
+        (HOGS.format(count=4, size=40 * 2**20, then="time.sleep(100)"), SandboxEnd.MEMORY),
+        ("import os; os.kill(os.getpid(), 11)", SandboxEnd.KILLED),
+    ],
+)
+def test_its_limits_hold_without_any_namespace(code: str, end: SandboxEnd) -> None:
+    """In a sandbox, which grants none."""
+    inner = f"""
+from headrace.sandbox import SandboxLimits, run_python_blocking
+limits = SandboxLimits(seconds=50 if {str(end)!r} != 'seconds' else 1, output_bytes=5000, disk_bytes=2**20, total_memory_bytes=100 * 2**20)
+result = run_python_blocking({code!r}, stdin='said', limits=limits)
+print(result.end, result.stdout[:4], result.protections.network, result.protections.processes, result.protections.proc)
+"""
+    outer = asyncio.run(run_command([sys.executable, "-c", inner], limits=SandboxLimits(seconds=90, memory_bytes=2**31)))
+    if not outer.protections.processes:
+        pytest.skip("this kernel grants no namespaces: the other tests are this one")
+    said = {SandboxEnd.EXITED: "said", SandboxEnd.OUTPUT: "xxxx"}.get(end, "")
+    assert outer.stdout == f"{end} {said} False False False\n", outer.stderr
+
+
+def test_its_own_signals_end_it() -> None:
+    result = run_python_blocking("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (result.end, result.exit_code) == (SandboxEnd.KILLED, None)
+
+
+def test_shared_memory_that_nobody_holds_counts_and_does_not_stay() -> None:
+    code = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+for _ in range(10):
+    segment = libc.shmget(0, ctypes.c_size_t(10 * 2**20), 0o1600)
+    place = libc.shmat(segment, None, 0)
+    ctypes.memset(place, 1, 10 * 2**20)
+    libc.shmdt(ctypes.c_void_p(place))
+time.sleep(100)
+"""
+    before = Path("/proc/sysvipc/shm").read_text()
+    result = run_python_blocking(code, limits=SandboxLimits(seconds=10, total_memory_bytes=60 * 2**20))
+    if not result.protections.processes:
+        pytest.skip("this kernel grants no namespaces")
+    assert result.end is SandboxEnd.MEMORY
+    assert Path("/proc/sysvipc/shm").read_text() == before
+
+
+def test_sockets_of_forkservers_are_hidden_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connects to one has it run anything, outside."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "pymp-abc").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "pymp-abc" / "listener"))
+        listener.listen()
+        code = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({str(tmp_path / 'pymp-abc' / 'listener')!r}); print('connected')"
+        result = run_python_blocking(code)
+    if not result.protections.proc:
+        pytest.skip("this kernel grants no mount namespace")
+    assert "connected" not in result.stdout and "Error" in result.stderr
 
 
 def test_limits_must_be_over_0() -> None:
