@@ -9,8 +9,12 @@ import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 from fakes.made_events import lines_of, run_started
 from fakes.plan_profiles import plain_profile
@@ -19,7 +23,7 @@ from fakes.rollouts import scripted_task
 from fakes.runs import ScriptedRun, run_settings
 from headrace.cli.main import main
 from headrace.clock import run_virtual
-from headrace.errors import RecipeError
+from headrace.errors import RecipeError, RunDirectoryError
 from headrace.planner.profile import Source, save_profile
 from headrace.recipe import RecipeCode
 from headrace.report.markup import printable
@@ -198,3 +202,39 @@ def test_a_line_of_a_task_file_that_no_parser_takes_is_named(line: str, tmp_path
     with pytest.raises(RecipeError, match="line 2") as caught:
         load_tasks("tasks.jsonl", RecipeCode(tmp_path / "task.py", {}))
     assert len(str(caught.value)) < 1000
+
+
+def test_a_report_does_not_write_through_a_link_that_came_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", made_events())
+    (tmp_path / "precious").write_text("precious")
+    (run / "report.html").symlink_to(tmp_path / "precious")
+    assert main(["report", str(run)]) == RunDirectoryError.exit_code
+    assert "is a link" in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_damaged_file_of_trajectories_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", made_events())
+    (run / "trajectories").mkdir()
+    for content in (b"PAR1junkPAR1", b""):
+        (run / "trajectories/000001.parquet").write_bytes(content)
+        assert main(["trajectories", str(run)]) == RunDirectoryError.exit_code
+        assert "000001.parquet: not a whole file" in capsys.readouterr().err
+    parquet.write_table(pa.table({"another": [1]}), run / "trajectories/000001.parquet")
+    assert main(["trajectories", str(run), "--task", "a"]) == RunDirectoryError.exit_code
+
+
+def test_a_models_text_is_shown_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", made_events())
+    write_trajectories(run, text=HOSTILE)
+    model = run / "checkpoints" / "update_000006"
+    model.mkdir(parents=True)
+    tokenizer = Tokenizer(WordLevel({text: number for number, text in enumerate(TEXTS)}, unk_token=TEXTS[0]))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "config.json").write_text("{}")
+    rows = [{**row, "tokens": [9, 10, 0, 1, 9, 10, 2]} for row in parquet.read_table(run / "trajectories").to_pylist()]
+    parquet.write_table(pa.Table.from_pylist(rows), run / "trajectories/000001.parquet")
+    assert main(["trajectories", str(run), "--limit", "2"]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "\u2426gpj.exe" in shown and "\u241b]0;title" in shown and not unseen(shown)

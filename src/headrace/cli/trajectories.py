@@ -15,7 +15,7 @@ from headrace.cli.evaluate import find_checkpoint
 from headrace.cli.output import Output
 from headrace.cli.runs import find_run
 from headrace.cli.safe_console import SafeConsole
-from headrace.errors import ConfigError, Problem
+from headrace.errors import ConfigError, Problem, RunDirectoryError
 
 Row = dict[str, Any]
 Decode = Callable[[list[int]], str]
@@ -59,11 +59,18 @@ class Found:
 
     def tables(self) -> Iterator[Any]:
         """pyarrow tables."""
+        import pyarrow as pa
         import pyarrow.parquet as parquet
 
         for path in self._files:
-            table = parquet.read_table(path)
-            matching = table.filter(self._matching(table))
+            try:
+                table = parquet.read_table(path)
+                matching = table.filter(self._matching(table))
+            except (pa.ArrowException, OSError, KeyError) as error:
+                text = str(error).splitlines()[0]
+                raise RunDirectoryError(
+                    f"{path}: not a whole file of trajectories: {text}", remedy="Move it away; the others can be read without it."
+                ) from error
             self.num_recorded += table.num_rows
             self.num_matched += matching.num_rows
             yield matching

@@ -58,6 +58,10 @@ def write_report(
         runs = [run.with_capacity(capacity) for run in runs]
     text = page(runs, arms_of(runs, arm_names), verdict=verdict, target=target)
     data = text.encode("utf-8")
+    if out.is_symlink() and out.parent.resolve() in {directory.resolve() for directory in directories}:
+        raise RunDirectoryError(
+            f"{out} is a link, and a run directory may come from somebody else.", remedy="Remove it, or choose another place with --out FILE."
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(data)
