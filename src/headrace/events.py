@@ -42,7 +42,7 @@ class RunStarted(Event):
     lineage: int
     resumed_from_update: int | None
     devices: list[dict[str, Any]]
-    """{name, role, capacity}, and of samplers saturated_tokens_per_second"""
+    """{name, role, capacity}, and of samplers saturated_tokens_per_second, and recording_failure where there is one"""
     schema: int = SCHEMA
     recipe: str = ""
     num_updates: int = 0

@@ -77,6 +77,8 @@ class WatchState:
         self.summary = RunSummary()
         self.time = 0.0
         self.num_events = 0
+        self.unreadable = 0
+        """Lines of the event log that are left out because they are damaged."""
         self.finished: Line | None = None
         self.rewards, self.evaluations = Curve(), Curve()
         self.reward: float | None = None
@@ -175,6 +177,7 @@ class WatchState:
         late = promise_advice(self.promised, summary, self.finish())
         if late is not None:
             found.insert(0, late)
+        found += _recording_failures(self.summary.started)
         if self._went_back is not None:
             found.append(_return_text(self._went_back))
         for role, count in self._losses.items():
@@ -186,6 +189,8 @@ class WatchState:
                 found.append(f"{role} was lost {count} time{'s' * (count > 1)}" + ("" if role in self._down else " and came back"))
         if self.refused:
             found.insert(0, f"the last update was refused: {self.refused}")
+        if self.unreadable:
+            found.append(f"{self.unreadable:,} lines of events.jsonl cannot be read and are left out")
         if self.recording is not None and self.recording["lost"]:
             found.append(f"{self.recording['lost']} trajectories were not recorded: {self.recording['failure'] or 'the disk was slower than the run'}")
         return found
@@ -208,6 +213,12 @@ class WatchState:
             self.rewards.add(line["reward_mean"], line["version"])
         if line["statistics"] is not None:
             self.statistics = line["statistics"]
+
+
+def _recording_failures(started: Line) -> list[str]:
+    """Why samplers run decode steps in Python, once a reason."""
+    reasons = dict.fromkeys(device["recording_failure"] for device in started.get("devices", ()) if device.get("recording_failure"))
+    return [f"decode steps could not be recorded and run in Python, slower but the same: {reason}" for reason in reasons]
 
 
 def _return_text(line: Line) -> str:

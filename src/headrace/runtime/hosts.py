@@ -95,6 +95,7 @@ def host_worker(
     facts = {
         "capacity": capacity,
         "saturated_tokens_per_second": saturated,
+        "recording_failure": sampler.recording_failure,
         "end_tokens": end_tokens(tokenizer),
         "has_chat_template": has_chat_template(tokenizer),
         "calibration_seconds": time.perf_counter() - started,

@@ -294,8 +294,14 @@ def cache_directory() -> Path:
 
 
 def _devices(settings: Settings, facts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    measured = [{key: facts[f"sampler-{index}"][key] for key in ("capacity", "saturated_tokens_per_second")} for index in range(settings.run.num_samplers)]
+    measured = [_speed(facts[f"sampler-{index}"]) for index in range(settings.run.num_samplers)]
     if settings.run.placement is Placement.COLOCATED:
         return [{"name": f"device-{index}", "role": "colocated", **speed} for index, speed in enumerate(measured)]
     samplers = [{"name": f"sampler-{index}", "role": "sampler", **speed} for index, speed in enumerate(measured)]
     return samplers + [{"name": f"learner-{rank}", "role": "learner", "capacity": 1} for rank in range(settings.run.num_learner_ranks)]
+
+
+def _speed(facts: dict[str, Any]) -> dict[str, Any]:
+    """What a sampler says of its speed; a recording failure only where there is one."""
+    told = {key: facts[key] for key in ("capacity", "saturated_tokens_per_second")}
+    return {**told, **({"recording_failure": facts["recording_failure"]} if facts.get("recording_failure") else {})}

@@ -70,6 +70,11 @@ class ServedModel:
                 raise self._unserved(problem)
         self._recorded = RecordedSteps(self.model, self._forward_in_python, self.new_cache, self.shapes, self.vocabulary_size)
 
+    @property
+    def recording_failure(self) -> str | None:
+        """Why decode steps run in Python although the model is small enough to be recorded (RecordedSteps.failure)."""
+        return self._recorded.failure
+
     def new_cache(self, num_slots: int, context: int) -> SlotCache:
         return SlotCache.empty(self.shapes, num_slots, context, self._cache_dtype, self.device)
 

@@ -4,9 +4,9 @@ A small model's step is mostly Python: on one core two thirds of the time of 34 
 recorded with torch.jit.trace, which follows tensors, not code, and so knows no architecture. What varies from step to step (rows, new tokens,
 contexts, the cache itself) goes in as tensors. A recording is used only if nothing in the forward depended on a tensor's value and
 if it gives, for other shapes and values, what the forward in Python gives: logits, keys and values. Without one nothing changes
-but speed. Two are made: one new token a row; a few new tokens a row, padded. Other steps (prompts, unlike contexts) have much to
-compute and run in Python, as do large models and devices other than the CPU. torch keeps a recording's code (about 9 MiB for the two)
-until the process ends; a sampler makes one pair in its life.
+but speed, and the run says why (run_started, watch). Two are made: one new token a row; a few new tokens a row, padded. Other steps
+(prompts, unlike contexts) have much to compute and run in Python, as do large models and devices other than the CPU. torch keeps a
+recording's code (about 9 MiB for the two) until the process ends; a sampler makes one pair in its life.
 """
 
 from __future__ import annotations
@@ -30,25 +30,38 @@ _DECODE: tuple[_Rows, ...] = (((3, 1), (7, 1), (5, 1)), ((11, 1),), ((2, 1), (30
 _SHORT: tuple[_Rows, ...] = (((3, 2), (7, 3), (5, 1)), ((11, 4),), ((2, 1), (24, 8), (9, 2), (1, 5), (0, 2)))
 """The first is recorded, the others are what it is tested with."""
 _CONTEXT = 40
+_REASON_CHARACTERS = 160
 _MOST_PARAMETERS = 2**25
 """Beyond it a step is mostly arithmetic, and recording one takes seconds (135 M parameters, 30 layers: 7 s, for steps 15 % faster)."""
 
 
 class RecordedSteps:
-    """The recordings of one model; `run` gives None for a step that has none."""
+    """The recordings of one model; `run` gives None for a step that has none.
+
+    `failure`: why a model that should have recordings lacks some, for people; None where it has both or is not to have any.
+    """
 
     def __init__(
         self, model: torch.nn.Module, forward: Forward, new_cache: Callable[[int, int], SlotCache], shapes: Sequence[LayerShape], vocabulary_size: int
     ) -> None:
         self._decode: Any = None
         self._short: Any = None
+        self.failure: str | None = None
         if next(model.parameters()).device.type != "cpu" or sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
             return
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad(), _quiet():
             torch.manual_seed(0)
             self._decode, self._short = (
-                _record(model, forward, new_cache, shapes, vocabulary_size, single, cases) for single, cases in ((True, _DECODE), (False, _SHORT))
+                self._recording(_Step(model, forward, shapes, single), new_cache, vocabulary_size, cases)
+                for single, cases in ((True, _DECODE), (False, _SHORT))
             )
+
+    def _recording(self, step: _Step, new_cache: Callable[[int, int], SlotCache], vocabulary_size: int, cases: Sequence[_Rows]) -> Any:
+        try:
+            return _record(step, new_cache, vocabulary_size, cases)
+        except _NotRecordedError as error:
+            self.failure = self.failure or str(error)
+            return None
 
     def run(self, cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> torch.Tensor | None:
         if len(plan.groups) > 1 or plan.groups[0].fused:
@@ -58,6 +71,10 @@ class RecordedSteps:
             return None
         logits: torch.Tensor = recording(*_inputs(cache, plan, logits_at))
         return logits
+
+
+class _NotRecordedError(Exception):
+    """Why, for people."""
 
 
 class _Step(torch.nn.Module):
@@ -106,17 +123,8 @@ def _inputs(cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> tuple
     return (*common, group.pad_RQ, group.unpad_N, *cache.stores)
 
 
-def _record(
-    model: torch.nn.Module,
-    forward: Forward,
-    new_cache: Callable[[int, int], SlotCache],
-    shapes: Sequence[LayerShape],
-    vocabulary_size: int,
-    single: bool,
-    cases: Sequence[_Rows],
-) -> Any:
-    """None when the forward cannot be recorded or the recording is not the forward."""
-    step = _Step(model, forward, shapes, single)
+def _record(step: _Step, new_cache: Callable[[int, int], SlotCache], vocabulary_size: int, cases: Sequence[_Rows]) -> Any:
+    """Raises _NotRecordedError when the forward cannot be recorded or the recording is not the forward."""
     try:
         with warnings.catch_warnings():
             # the forward looked at a tensor's value
@@ -130,10 +138,25 @@ def _record(
             for _ in range(3):  # the executor rewrites itself in its first runs
                 got = (recording(*copies), *copies)
                 if not all(torch.allclose(one.double(), two.double(), rtol=1e-5, atol=1e-5, equal_nan=True) for one, two in zip(expected, got, strict=True)):
-                    return None
-    except Exception:
-        return None
+                    raise _NotRecordedError("for other rows than it was recorded with, the recording gives other numbers than the model's forward")
+    except _NotRecordedError:
+        raise
+    except Exception as error:
+        raise _NotRecordedError(_reason(error)) from error
     return recording
+
+
+def _reason(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, torch.jit.TracerWarning):  # type: ignore[attr-defined]
+        cause = cause.__cause__  # `float(tensor)` raises another error from the warning
+    if cause is not None:
+        return f"its forward depends on a tensor's value: {_shortened(cause)}"
+    return f"recording its forward raised {type(error).__name__}: {_shortened(error)}"
+
+
+def _shortened(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_REASON_CHARACTERS]
 
 
 def _case(new_cache: Callable[[int, int], SlotCache], vocabulary_size: int, rows: _Rows) -> tuple[torch.Tensor, ...]:

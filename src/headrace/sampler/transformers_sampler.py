@@ -185,6 +185,10 @@ class TransformersSampler:
             num_unkept=engine.distributions.num_unkept,
         )
 
+    @property
+    def recording_failure(self) -> str | None:
+        return self._model.recording_failure
+
     def measure_capacity(self) -> tuple[int, float]:
         """(capacity, tokens/s at saturation): the smallest running batch that reaches 90 % of the best tokens/s (DESIGN section 2)."""
         return measure_capacity(self._model, self.max_running, self.max_context_tokens)

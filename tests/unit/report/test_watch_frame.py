@@ -341,6 +341,13 @@ def test_trajectories_that_could_not_be_recorded_are_warned_of() -> None:
     assert "7 trajectories were not recorded: OSError: [Errno 28] No space left on device" in text
 
 
+def test_a_model_whose_steps_could_not_be_recorded_is_warned_of_once_for_all_samplers() -> None:
+    devices = [{**SPLIT[0], "name": f"sampler-{index}", "recording_failure": "its forward depends on a tensor's value: x"} for index in range(2)]
+    text = " ".join(picture(lines_of([(0.0, run_started([*devices, SPLIT[1]])), (0.0, window("start"))]), width=200).split())
+    assert text.count("could not be recorded and run in Python, slower but the same: its forward depends on a tensor's value: x") == 1
+    assert "could not be recorded" not in picture(going_run())
+
+
 def test_curve_in_bounded_memory_keeps_its_shape() -> None:
     curve = Curve()
     draw = random.Random(0)

@@ -94,6 +94,7 @@ def recorded_with(model: ServedModel, forward: Forward) -> RecordedSteps:
 
 
 def assert_runs_in_python(model: ServedModel, recorded: RecordedSteps) -> None:
+    assert recorded.failure is not None
     for tokens in ([[1], [2]], [[1, 2], [3]]):
         plan = make_plan(tokens, [3, 4], [0, 1], model.device)
         assert recorded.run(model.new_cache(2, CONTEXT), plan, plan.last_R) is None
@@ -107,7 +108,9 @@ def test_a_forward_that_looks_at_a_tensors_value_is_not_recorded() -> None:
         logits = model._forward_in_python(cache, plan, logits_at)
         return logits if float(logits.sum()) > -1e9 else -logits
 
-    assert_runs_in_python(model, recorded_with(model, forward))
+    recorded = recorded_with(model, forward)
+    assert_runs_in_python(model, recorded)
+    assert "depends on a tensor's value" in str(recorded.failure)
 
 
 def test_a_forward_that_keeps_something_between_calls_is_not_recorded() -> None:
@@ -118,7 +121,9 @@ def test_a_forward_that_keeps_something_between_calls_is_not_recorded() -> None:
         calls.append(None)
         return model._forward_in_python(cache, plan, logits_at) + len(calls)
 
-    assert_runs_in_python(model, recorded_with(model, forward))
+    recorded = recorded_with(model, forward)
+    assert_runs_in_python(model, recorded)
+    assert "gives other numbers" in str(recorded.failure)
 
 
 def test_a_forward_that_raises_while_it_is_recorded_is_not_recorded() -> None:
@@ -127,7 +132,26 @@ def test_a_forward_that_raises_while_it_is_recorded_is_not_recorded() -> None:
     def forward(cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not this way")
 
-    assert_runs_in_python(model, recorded_with(model, forward))
+    recorded = recorded_with(model, forward)
+    assert_runs_in_python(model, recorded)
+    assert recorded.failure == "recording its forward raised RuntimeError: not this way"
+
+
+def test_a_sampler_says_why_its_model_could_not_be_recorded_and_nothing_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served().recording_failure is None
+    plain = ServedModel._forward_in_python
+
+    def forward(model: ServedModel, cache: SlotCache, plan: BatchPlan, logits_at: torch.Tensor) -> torch.Tensor:
+        logits = plain(model, cache, plan, logits_at)
+        return logits if float(logits.sum()) > -1e9 else -logits
+
+    monkeypatch.setattr(ServedModel, "_forward_in_python", forward)
+    assert "depends on a tensor's value" in str(served().recording_failure)
+
+
+def test_a_model_that_is_too_large_to_be_recorded_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.sampler.recorded._MOST_PARAMETERS", 10)
+    assert served().recording_failure is None
 
 
 def test_recording_leaves_the_global_random_state_alone() -> None:
