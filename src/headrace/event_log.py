@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from headrace.errors import RunDirectoryError
-from headrace.events import Event
+from headrace.errors import ConfigError, Problem, RunDirectoryError
+from headrace.events import SCHEMA, Event
 
 
 class EventLog:
@@ -95,6 +95,8 @@ class EventFollower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self.unreadable = 0
+        """Whole lines that are no events; they are left out."""
 
     def new_events(self) -> Iterator[dict[str, Any]]:
         """Whole lines written since the last call; a torn last line is left for the next one."""
@@ -108,18 +110,62 @@ class EventFollower:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                event = event_of(line)
+                if event is None:
+                    self.unreadable += 1
+                    continue
+                yield event
 
 
 def read_events(path: Path, *, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Lines of an events file, also of one still being written: a torn last line is left out. Events named in `without` cost next to nothing."""
+    """Lines of an events file, also of one still being written: a torn last line is left out, and so are damaged ones. Events named in
+    `without` cost next to nothing."""
     skipped = tuple(f'{{"event":"{name}",' for name in without)
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             if not line.endswith("\n"):
                 return
-            if not line.startswith(skipped):
-                yield json.loads(line)
+            if not line.startswith(skipped) and (event := event_of(line)) is not None:
+                yield event
+
+
+def event_of(line: str | bytes) -> dict[str, Any] | None:
+    """None for a line that is no event: every event has its name and its time."""
+    try:
+        event = json.loads(line)
+        if isinstance(event["event"], str) and not isinstance(event["time"], bool) and math.isfinite(event["time"]):
+            return dict(event)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def check_first_event(event: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError unless it begins a run whose log this version reads."""
+    if event["event"] != "run_started":
+        message = f"the event log does not begin with run_started, its first event is '{event['event']}'."
+        raise _unusable(path, "event", event["event"], "run_started", message)
+    schema = event.get("schema", SCHEMA)
+    if isinstance(schema, bool) or schema != SCHEMA:
+        message = f"the event log has schema {schema!r}, this version of headrace reads {SCHEMA}."
+        remedy = f"Use the version of headrace that wrote it: {event.get('headrace', 'a newer one')}."
+        raise ConfigError([Problem(file=str(path), key="schema", value=schema, limit=str(SCHEMA), message=message, remedy=remedy)])
+    devices = event.get("devices")
+    if not isinstance(devices, list) or not all(map(_is_device, devices)):
+        message = "run_started does not say which devices the run has: 'devices' is missing or damaged."
+        raise _unusable(path, "devices", devices, "a list of {name, role, capacity}", message)
+
+
+def _is_device(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get("role"), str):
+        return False
+    numbers = (value.get("capacity"), value.get("saturated_tokens_per_second"))
+    return all(number is None or isinstance(number, int | float) for number in numbers)
+
+
+def _unusable(path: Path, key: str, value: object, limit: str, message: str) -> ConfigError:
+    remedy = "Restore line 1 of the file from a copy: without it the numbers after it mean nothing."
+    return ConfigError([Problem(file=str(path), key=key, value=value, limit=limit, message=message, remedy=remedy)])
 
 
 def _cut_torn_line(path: Path, file: IO[bytes]) -> None:

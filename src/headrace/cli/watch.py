@@ -13,7 +13,8 @@ from rich.live import Live
 from headrace.cli.output import Output
 from headrace.cli.runs import CONFIG, EVENTS, find_run, run_settings
 from headrace.cli.safe_console import SafeConsole
-from headrace.event_log import EventFollower
+from headrace.errors import ConfigError, Problem
+from headrace.event_log import EventFollower, check_first_event
 from headrace.report.watch import WatchState, frame
 
 REDRAW_SECONDS = 0.5
@@ -40,10 +41,22 @@ class Watching:
         self.directory = directory
         self.state = WatchState(run_settings(directory / CONFIG))
         self._follower = EventFollower(directory / EVENTS)
+        self._num_lacking = 0
 
     def read(self) -> None:
+        """Raises ConfigError when the log has no beginning that this version reads."""
         for line in self._follower.new_events():
-            self.state.add(line)
+            if not self.state.num_events:
+                check_first_event(line, self.directory / EVENTS)
+            try:
+                self.state.add(line)
+            except (ValueError, LookupError, TypeError, AttributeError):  # it lacks what events of its name have
+                self._num_lacking += 1
+        self.state.unreadable = self._follower.unreadable + self._num_lacking
+        if self.state.unreadable and not self.state.num_events:
+            path = self.directory / EVENTS
+            message = f"the event log holds no event that can be read ({self.state.unreadable:,} lines cannot)."
+            raise ConfigError([Problem(file=str(path), key="RUN", value=str(self.directory), message=message, remedy="Restore it from a copy.")])
 
     def picture(self, width: int) -> object:
         return frame(self.state, name=self.directory.name, width=width, silent_seconds=self._silent_seconds())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError, Problem
+from headrace.event_log import check_first_event, event_of
 from headrace.report.comparison import with_capacity
-from headrace.report.summary import summarize
+from headrace.report.summary import RunSummary, summarize
 from headrace.report.utilization import Windows, timed_windows
 
 Line = Mapping[str, Any]
@@ -43,7 +43,7 @@ class RunRecord:
     settings: Mapping[str, Any]
     """config.toml as nested tables; empty where it cannot be read."""
     unreadable: int
-    """Lines that are no JSON objects, a torn last one left out."""
+    """Lines that are no events, or lack what events of their name have; a torn last one left out."""
     summary: Mapping[str, Any]
     windows: Windows
 
@@ -96,18 +96,21 @@ def load_run(directory: Path) -> RunRecord:
         raise _wrong(directory, f"'{directory}' {what}.", "Give the directory of a run, for example runs/NAME-TIME.")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            lines, rollouts, unreadable = _read(file)
+            lines, rollouts, unreadable = _read(file, path)
     except OSError as error:
         raise _wrong(directory, f"{path} cannot be read: {error.strerror}.", "Check its rights.") from error
-    if not lines or lines[0]["event"] != "run_started":
-        raise _wrong(directory, f"{path} holds no event of a run yet.", "Report again when the run has started up.")
+    if not lines:
+        none = f"holds no event that can be read ({unreadable:,} lines cannot)" if unreadable else "holds no event of a run yet"
+        raise _wrong(directory, f"{path} {none}.", "Restore it from a copy." if unreadable else "Report again when the run has started up.")
     return RunRecord(
         directory=directory, lines=lines, rollouts=rollouts, settings=_settings(directory / "config.toml"), unreadable=unreadable,
         summary=summarize(lines), windows=timed_windows(lines),
     )  # fmt: skip
 
 
-def _read(file: Iterable[str]) -> tuple[list[Line], list[Rollout], int]:
+def _read(file: Iterable[str], path: Path) -> tuple[list[Line], list[Rollout], int]:
+    """Raises ConfigError when the first event does not begin a run."""
+    trial = RunSummary()
     lines: list[Line] = []
     rollouts: list[Rollout] = []
     places: dict[tuple[int, int], int] = {}
@@ -115,8 +118,14 @@ def _read(file: Iterable[str]) -> tuple[list[Line], list[Rollout], int]:
     for text in file:
         if text.startswith(_RESERVED) or not text.endswith("\n"):  # the last line of a run that is writing, or was cut
             continue
+        line = event_of(text)
+        if line is None:
+            unreadable += 1
+            continue
+        if not lines:
+            check_first_event(line, path)
         try:
-            line = json.loads(text)
+            trial.add(line)  # an event that the summary cannot count is no use to the page either
             match line["event"]:
                 case "rollout_finished":
                     rollouts.append(_rollout(line))
@@ -127,7 +136,7 @@ def _read(file: Iterable[str]) -> tuple[list[Line], list[Rollout], int]:
                     lines.append(_verified(line, before.tokens))
                 case _:
                     lines.append(line)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, AttributeError):
             unreadable += 1
     return lines, rollouts, unreadable
 

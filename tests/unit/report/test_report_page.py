@@ -221,7 +221,7 @@ def test_unknown_events_and_keys_are_ignored(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "no run directory"),
         (lambda path: (path.mkdir(), (path / "events.jsonl").touch()), "no event of a run yet"),
         (lambda path: (path.mkdir(), (path / "events.jsonl").write_text('{"event":"run_sta')), "no event of a run yet"),
-        (lambda path: (path.mkdir(), (path / "events.jsonl").write_text('{"event":"updated","time":1}\n')), "no event of a run yet"),
+        (lambda path: (path.mkdir(), (path / "events.jsonl").write_text('{"event":"updated","time":"x"}\n')), "no event that can be read"),
     ],
 )
 def test_what_is_no_run_ends_with_exit_2_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: object, says: str) -> None:
