@@ -56,6 +56,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "verify-key-unclipped": (*VERIFY_KEYS, "learner.clip_low=0.999", "learner.clip_high=1000.0"),
     "verify-random": (*VERIFY_KEYS, *UNMARKED, "marks.function=task:random_marks"),
     "verify-entropy": (*VERIFY_KEYS, *UNMARKED, "marks.entropy_fraction=0.3"),
+    "verify-equal-cuts": (*VERIFY_KEYS, "pool.verify_rule=random_cuts"),
     "verify-mirror": (*VERIFY_KEYS, *UNMARKED, "marks.rules=['observation:[^1-4]']"),
 }
 """Environment marks unless an arm says otherwise; every step's weights are the newest unless an arm says otherwise."""

@@ -63,6 +63,11 @@ class Verify(StrEnum):
     ALL = "all"
 
 
+class CutRule(StrEnum):
+    ACCEPT = "accept"
+    RANDOM_CUTS = "random_cuts"
+
+
 class ContextRule(StrEnum):
     TRAJECTORY = "trajectory"
     OBSERVATION = "observation"
@@ -269,6 +274,9 @@ class PoolSettings(Section):
     verify_rounds: int = Field(8, description="Verifications of one rollout at most; what is older after that is trained as it is.", ge=1, le=16)
     verify_lenience: float = Field(
         1.0, description="Tokens are accepted with probability min(1, lenience x new / old); over 1 saves tokens and is no longer exact.", ge=1
+    )
+    verify_rule: CutRule = Field(
+        CutRule.ACCEPT, description="For experiments only. random_cuts: a control that cuts as many rollouts as accept does, but anywhere; it is not exact."
     )
     no_signal: NoSignal = Field(NoSignal.FILTER, description="Groups of equal rewards: filter (fill the batch, not trained), refill (replaced), train (kept).")
 

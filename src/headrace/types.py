@@ -227,6 +227,8 @@ class VerifyRequest:
     """[checked] where in `tokens` the context of each action begins (rollout.context = observation); empty: all at 0."""
     sampling: SamplingParameters
     lenience: float = 1.0
+    random_cuts: bool = False
+    """A control: what would be rejected anywhere is cut at a random checked token (pool.verify_rule)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from headrace.rollout.checks import RolloutEnded, checked_observation, checked_o
 from headrace.rollout.progress import Phase, RolloutProgress
 from headrace.rollout.rewind import Moment, Rewind, name_of, restore
 from headrace.rollout.roll_out import Rollout
-from headrace.rollout.verification import Verified, VerifyRule, verify_request, wrong_result
+from headrace.rollout.verification import VerifyRule, verified_by, verify_request, wrong_result
 from headrace.types import EndReason, Task, Trajectory, VerifyResult
 
 
@@ -70,7 +70,7 @@ class _Verification:
             return delivered.end_reason
         draft = rollout.draft
         draft.round = delivered.round + 1
-        draft.verified = draft.verified.overlaid(Verified(result.accepted, result.logprobs))
+        draft.verified = draft.verified.overlaid(verified_by(self._rule, result, delivered))
         if result.rejected is None:
             self._accepted = True
             return delivered.end_reason

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.config import ContextRule, Settings, Verify
+from headrace.config import ContextRule, CutRule, Settings, Verify
 from headrace.rollout.marking import marks_afterwards
 from headrace.types import PolicyVersion, RolloutRequest, Trajectory, VerifyRequest, VerifyResult, VersionSpan
 
@@ -29,6 +29,8 @@ class VerifyRule:
     """A trajectory of that round is not verified again, and one that cannot be verified gets it at once."""
     lenience: float
     context: ContextRule
+    random_cuts: bool = False
+    """The control of pool.verify_rule."""
 
     @classmethod
     def of(cls, settings: Settings) -> VerifyRule | None:
@@ -42,6 +44,7 @@ class VerifyRule:
             max_rounds=pool.verify_rounds,
             lenience=pool.verify_lenience,
             context=settings.rollout.context,
+            random_cuts=pool.verify_rule is CutRule.RANDOM_CUTS,
         )
 
     def may_check(self, key_weight: float) -> bool:
@@ -68,7 +71,16 @@ def verify_request(rule: VerifyRule, trajectory: Trajectory, request: RolloutReq
         context_starts=tuple(begins[step] for step, _, _ in checked) if rule.context is ContextRule.OBSERVATION else (),
         sampling=request.sampling,
         lenience=rule.lenience,
+        random_cuts=rule.random_cuts,
     )
+
+
+def verified_by(rule: VerifyRule, result: VerifyResult, delivered: Trajectory) -> Verified:
+    """What stands. Accepted tokens are draws of the newest weights; those that random cuts leave are not, and keep the log-probability they were drawn with."""
+    if not rule.random_cuts:
+        return Verified(result.accepted, result.logprobs)
+    drawn_from = dict(zip((index for step in delivered.steps for index in range(step.action_start, step.action_end)), delivered.sampler_logprobs, strict=True))
+    return Verified(result.accepted, tuple(drawn_from[index] for span in result.accepted for index in range(span.start, span.end)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,9 @@ from headrace.sampler.attention import make_plan
 from headrace.sampler.distributions import DistributionStore
 from headrace.sampler.kv_cache import SlotCache
 from headrace.sampler.model import ServedModel
+from headrace.sampler.random_cuts import RandomCut
 from headrace.sampler.sampling import stream_key, uniforms
+from headrace.sampler.work import wait_for
 from headrace.types import PolicyVersion, RolloutKey, VerifyRequest, VerifyResult, VersionSpan
 
 DRAW, ACCEPT, REDRAW = 0, 1, 2
@@ -79,6 +82,7 @@ class _Job:
     segments: deque[_Segment]
     accepted: list[VersionSpan] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    random_cut: RandomCut | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +105,8 @@ class Verifier:
         self.redrawn_tokens = 0
         self.accepted_tokens = 0
         self.forward_tokens = 0
+        self.last_work_seconds = 0.0
+        """Of the last step: forward, acceptance, redraws."""
         self.num_verified = 0
         self.num_cut = 0
         self._model = model
@@ -129,7 +135,7 @@ class Verifier:
         for index, start in enumerate(starts):
             checked = list(request.checked) if not request.context_starts else [request.checked[index]]
             segments.append(_Segment(first=start, tokens=list(request.tokens[start : checked[-1][2] - 1]), checked=checked))
-        self._jobs[request.key] = _Job(request, future, segments)
+        self._jobs[request.key] = _Job(request, future, segments, random_cut=RandomCut.of(request) if request.random_cuts else None)
 
     def drop(self, key: RolloutKey) -> None:
         """Nobody waits for the answer any more. A rollout that is half judged is given up: some of its distributions are the new ones."""
@@ -159,14 +165,20 @@ class Verifier:
             end = segment.first + segment.done + count
             where.extend(last - (end - t) for target in mine for t in range(target.start, target.end))
         at = torch.tensor(where, device=self._model.device) if where else plan.last_R[:1]
+        started = perf_counter()
         logits_CV = self._model.forward(self._cache, plan, at)
+        if not where:
+            wait_for(self._model.device)
+        self.last_work_seconds = perf_counter() - started
         self.forward_tokens += plan.num_tokens
         position = 0
         for (job, segment, count), mine in zip(parts, targets, strict=True):
             segment.done += count
             size = sum(target.end - target.start for target in mine)
             if size and not job.future.done():
+                started = perf_counter()
                 self._judge(job, mine, logits_CV[position : position + size], version)
+                self.last_work_seconds += perf_counter() - started
             position += size
             if segment.done == len(segment.tokens):
                 self._end_segment(job, segment)
@@ -232,10 +244,15 @@ class Verifier:
         old_CV = self._store.read(rows)
         stands_C = accepts(new_C, old_CV.gather(-1, tokens_C1)[:, 0], _uniforms(request, places, ACCEPT), request.lenience)
         rejected = not bool(stands_C.all())
+        if job.random_cut is not None:
+            job.random_cut.judged(places, new_CV, rejected=rejected)
+            rejected = False
         num_accepted = int(stands_C.long().argmin()) if rejected else len(places)
         self._accept(job, targets, num_accepted, version)
         job.logprobs.extend(new_C[:num_accepted].clamp(max=0.0).tolist())
         self._store.write(rows[: num_accepted + rejected], new_CV[: num_accepted + rejected])
+        if job.random_cut is not None and job.random_cut.is_due:
+            self._cut_at_random(job, job.random_cut, version)
         if rejected:
             one = slice(num_accepted, num_accepted + 1)
             step, offset = places[num_accepted]
@@ -271,6 +288,18 @@ class Verifier:
         self.redrawn_tokens += 1
         self.num_cut += 1
         self._finish(job, result)
+
+    def _cut_at_random(self, job: _Job, cut: RandomCut, version: PolicyVersion) -> None:
+        self.accepted_tokens -= len(job.logprobs) - cut.num_before
+        result = VerifyResult(
+            version=version,
+            accepted=cut.before(job.accepted),
+            logprobs=tuple(job.logprobs[: cut.num_before]),
+            rejected=cut.index,
+            redrawn_token=cut.token,
+            redrawn_logprob=cut.logprob,
+        )
+        self._cut(job, cut.step, cut.offset, result)
 
     def _finish(self, job: _Job, result: VerifyResult) -> None:
         self.num_verified += 1

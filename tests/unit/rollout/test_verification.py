@@ -124,6 +124,19 @@ def test_accepted_tokens_get_the_newest_version_in_the_side_table_and_nothing_el
     assert second.summary().seconds == first.summary().seconds
 
 
+def test_tokens_that_random_cuts_leave_count_as_new_and_keep_the_log_probabilities_they_were_drawn_with() -> None:
+    """They are no draws of the newest weights: the ratio of the loss has to be the true one."""
+    logprobs = {}
+    for rule in ("accept", "random_cuts"):
+        sampler = ScriptedSampler(action_tokens=lambda request: 2, reject=token_of(2))
+        first, second = verified_once(scripted_task("t", answers=4, key_steps=[2]), sampler, pool={"verify_rule": rule})
+        assert [span.version.number for span in second.verified_spans] == [1, 1]
+        logprobs[rule] = second.verified_logprobs
+        drawn = first.sampler_logprobs[:4]
+    assert logprobs["random_cuts"] == pytest.approx(drawn)
+    assert logprobs["accept"] != pytest.approx(drawn)
+
+
 def test_only_key_steps_are_kept_snapshotted_and_checked_where_only_they_are_verified() -> None:
     sampler = ScriptedSampler()
     Snapshots.taken = 0

@@ -36,8 +36,7 @@ def fill(store: DistributionStore, logprobs_TV: torch.Tensor, checked: Sequence[
     """Keeps rows [start, end) of these as what the tokens were drawn from."""
     for step, start, end in checked:
         store.begin(dataclasses.replace(request([1], group=key.group_id, member=key.member, step=step), keep_distribution=True))
-        for token in range(start, end):
-            store.add([(key, step)], logprobs_TV[token][None])
+        store.add([(key, step)] * (end - start), logprobs_TV[start:end])
 
 
 def plain_logprobs(tokens: Sequence[int] = TOKENS, temperature: float = 1.0, change: Callable[[Any], None] = lambda model: None) -> torch.Tensor:
@@ -60,6 +59,12 @@ def verify(verifier: Verifier, *requests: VerifyRequest, budget: int = 10_000) -
         return await asyncio.gather(*futures, return_exceptions=True)
 
     return asyncio.run(main())
+
+
+def chi_square_p_value(counts: Sequence[int], probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() * sum(counts)
+    statistic = ((torch.tensor(counts).double() - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2))
 
 
 def wanted(**changes: Any) -> VerifyRequest:
@@ -268,3 +273,70 @@ def test_beside_a_decode_step_only_so_many_tokens_are_verified_and_alone_as_many
     assert budget_beside(100, 4096) == 400
     assert budget_beside(1, 4096) == 256
     assert budget_beside(500, 1000) == 1000
+
+
+@pytest.mark.parametrize("budget", [10_000, 7])
+def test_random_cuts_cut_the_rollouts_that_the_rule_would_cut_at_uniform_places_with_draws_of_the_new_weights(budget: int) -> None:
+    verifier, store, _ = make_verifier(num_rows=40_000)
+    new_TV = plain_logprobs()
+    places = [token for _, start, end in CHECKED for token in range(start, end)]
+    asked = [wanted(key=RolloutKey(group, 0, 0)) for group in range(400 if budget > 7 else 8)]
+    noise = 0.06 * torch.randn(new_TV.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    old_TV = torch.log_softmax(new_TV + noise, -1)
+    by_rule, at_random = [], []
+    for random_cuts, results in ((False, by_rule), (True, at_random)):
+        for first in range(0, len(asked), 200):
+            part = [dataclasses.replace(one, random_cuts=random_cuts) for one in asked[first : first + 200]]
+            for one in part:
+                fill(store, old_TV, key=one.key)
+            results.extend(verify(verifier, *part, budget=budget))
+            for one in part:
+                store.forget(one.key)
+    cut = 0
+    counts = [0] * len(places)
+    for rule, control in zip(by_rule, at_random, strict=True):
+        assert isinstance(rule, VerifyResult) and isinstance(control, VerifyResult)
+        assert (control.rejected is None) == (rule.rejected is None)
+        stands = [token for span in control.accepted for token in range(span.start, span.end)]
+        assert stands == (places if control.rejected is None else [token for token in places if token < control.rejected])
+        assert control.logprobs == pytest.approx([float(new_TV[token, TOKENS[token]]) for token in stands], abs=1e-4)
+        if control.rejected is not None:
+            cut += 1
+            counts[places.index(control.rejected)] += 1
+            assert control.redrawn_logprob == pytest.approx(float(new_TV[control.rejected, control.redrawn_token]), abs=1e-4)
+    assert 0 < cut < len(asked)
+    assert verifier.num_verified == 2 * len(asked) and verifier.num_cut == verifier.redrawn_tokens == 2 * cut
+    assert verifier.accepted_tokens == sum(len(result.logprobs) for result in (*by_rule, *at_random) if isinstance(result, VerifyResult))
+    if budget > 7:
+        assert chi_square_p_value(counts, torch.full((len(places),), 1 / len(places))) > 1e-3
+
+
+@pytest.mark.parametrize("random_cuts", [False, True])
+def test_what_stands_is_distributed_as_new_draws_by_the_rule_and_not_with_random_cuts(random_cuts: bool) -> None:
+    """One token of every rollout, drawn by old weights: chi-square against the new ones."""
+    verifier, store, _ = make_verifier()
+    new_TV = plain_logprobs(TOKENS[:5])
+    noise = torch.randn(new_TV.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    old_TV = torch.log_softmax(new_TV + noise, -1)
+    drawn = torch.multinomial(old_TV[4].exp(), 1000, replacement=True, generator=torch.Generator().manual_seed(3)).tolist()
+    counts = [0] * VOCABULARY
+    asked = []
+    for group, token in enumerate(drawn):
+        asked.append(wanted(key=RolloutKey(group, 0, 0), tokens=(*TOKENS[:4], token), checked=((0, 4, 5),), random_cuts=random_cuts))
+        fill(store, old_TV, asked[-1].checked, asked[-1].key)
+    for token, result in zip(drawn, verify(verifier, *asked), strict=True):
+        assert isinstance(result, VerifyResult)
+        counts[token if result.rejected is None else result.redrawn_token] += 1
+    p_value = chi_square_p_value(counts, new_TV[4].exp())
+    assert p_value < 1e-6 if random_cuts else p_value > 1e-3
+
+
+def test_the_kept_distributions_end_at_the_random_cut() -> None:
+    verifier, store, _ = make_verifier()
+    new_TV = plain_logprobs()
+    fill(store, torch.log_softmax(new_TV + torch.randn(new_TV.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64), -1))
+    result = verify(verifier, wanted(random_cuts=True))[0]
+    assert isinstance(result, VerifyResult) and result.rejected is not None
+    kept = [row for step, _, _ in CHECKED for row in store.rows_of(KEY, step)]
+    assert len(kept) == store.num_used == len(result.logprobs) + 1
+    assert torch.allclose(store.read(kept), new_TV[[token for _, start, end in CHECKED for token in range(start, end) if token <= result.rejected]], atol=1e-4)
