@@ -1,6 +1,8 @@
 """A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: one track a device with its slices (two where it also learns), and counters.
 
-The format is Chrome's Trace Event Format: `X` complete slices, `C` counters, `i` instants, `M` names; times in microseconds.
+The format is Chrome's Trace Event Format: `X` complete slices, `C` counters, `i` instants, `M` names; times in whole microseconds.
+Perfetto drops a slice that begins within another of its track and ends after it, be it by a nanosecond, and what is before zero. A report
+reaches the log a little early or late, so that the next one seems to begin before its end: slices are cut to follow each other.
 A sampler's slice is one report of its worker, named by what took most of it; the exact shares are in its counter.
 """
 
@@ -41,8 +43,8 @@ def _lane_events(lane: Lane, process: int, track: int) -> Iterator[dict[str, Any
     for number, kind in {track: lane.role, learning: "learning" if learning != track else lane.role}.items():
         yield _named(process, number, "thread_name", printable(f"{lane.name} ({kind})"))
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
-    yield from (_slice(each, process, track) for each in lane.sampling)
-    yield from (_slice(each, process, learning) for each in lane.learning)
+    yield from _slices(lane.sampling, process, track)
+    yield from _slices(lane.learning, process, learning)
     for each in lane.sampling:
         length = each.end - each.start
         shares = {activity: round(seconds / length, 4) for activity, seconds in each.seconds.items()}
@@ -75,14 +77,24 @@ def _marks(run: RunRecord, process: int, tracks: Mapping[str, int]) -> Iterator[
                 yield _instant(process, _CONDUCTOR_TRACK, time, line["event"].replace("_", " "))
 
 
-def _slice(each: Slice, process: int, track: int) -> dict[str, Any]:
+def _slices(slices: Sequence[Slice], process: int, track: int) -> Iterator[dict[str, Any]]:
+    """Of one track, in order of their ends as in the log; each begins where the one before it ended, or later."""
+    ended = 0
+    for each in slices:
+        start, end = max(ended, _microseconds(each.start)), _microseconds(each.end)
+        if end > start:
+            yield _slice(each, process, track, start, end)
+            ended = end
+
+
+def _slice(each: Slice, process: int, track: int, start: int, end: int) -> dict[str, Any]:
     name = max(each.seconds, key=lambda activity: each.seconds[activity], default="other")
     arguments = (
         {**{f"{activity} seconds": _number(seconds) for activity, seconds in each.seconds.items()}, **each.facts} if len(each.seconds) > 1 else each.facts
     )
     return {
-        "ph": "X", "name": name, "cat": "device", "pid": process, "tid": track, "ts": _microseconds(each.start),
-        "dur": max(0.0, round((each.end - each.start) * 1e6, 1)), "args": {key: _number(value) for key, value in arguments.items()},
+        "ph": "X", "name": name, "cat": "device", "pid": process, "tid": track, "ts": start, "dur": end - start,
+        "args": {key: _number(value) for key, value in arguments.items()},
     }  # fmt: skip
 
 
@@ -105,5 +117,6 @@ def _number(value: Any) -> Any:
     return 0 if value is None else value
 
 
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _microseconds(seconds: float) -> int:
+    """Since line 1; what began before it begins with it."""
+    return max(0, round(seconds * 1e6))
