@@ -9,6 +9,8 @@ from headrace.report.summary import over_bound_fraction
 
 _IDLE = 0.3
 """A device that is idle for one reason longer than this share of its time is worth a word."""
+_WAITS = 0.1
+"""A learner that waits less than this for its batches is not held up by samplers."""
 _FULL = 0.7
 _ALL = 0.95
 _MIN_SECONDS = 5.0
@@ -52,12 +54,17 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
         return None
     waits_for_batch = _mean_share(learners, "batch")
     environment, admission = _mean_share(samplers, "environment"), _mean_share(samplers, "admission")
+    rollouts, bookkeeping = _mean_share(samplers, "rollouts"), _mean_share(samplers, "bookkeeping")
     more = f"run.num_samplers={len(samplers) + 1}"
     if admission > _IDLE:
         learner_busy = sum(row["busy_fraction"] for row in learners) / len(learners)
         if learner_busy > _FULL:
             return f"samplers idle {admission:.0%}: the learner is the bottleneck; try run.num_learner_ranks={len(learners) + 1} or fewer samplers"
         return f"samplers idle {admission:.0%}: admission lets no more rollouts start; try {_double(settings, 'pool', 'max_staleness')}"
+    could = f", the learner could take {1 / (1 - waits_for_batch):.1f} x as much" if waits_for_batch < _ALL else ""
+    if rollouts + bookkeeping > max(_IDLE, environment) and waits_for_batch > _WAITS:
+        where = f"in Python: {rollouts:.0%} of rollouts, {bookkeeping:.0%} around the model's steps"
+        return f"samplers are {rollouts + bookkeeping:.0%} {where}; try {more}{could}; a larger model or longer actions make it a smaller share"
     if environment > _IDLE:
         limit = settings.get("sampler", {}).get("max_in_flight")
         bound_by_limit = limit and pool and pool["rollouts_in_flight"] > 0.8 * limit * len(samplers)
@@ -65,7 +72,6 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
         plain = "of plain `def` code, rollout.num_user_processes or async def"
         return f"samplers idle {environment:.0%}: all rollouts wait for their environments; more in flight would fill it: try {remedy}; {plain}"
     if waits_for_batch > _IDLE:
-        could = f", the learner could take {1 / (1 - waits_for_batch):.1f} x as much" if waits_for_batch < _ALL else ""
         return f"learner idle {waits_for_batch:.0%}: samplers are the bottleneck; try {more}{could}"
     return None
 

@@ -192,6 +192,24 @@ def test_warning_names_the_bottleneck_and_the_setting_that_moves_it(samplers: st
     assert words in text
 
 
+def python_run(*, waits: float, idle: dict[str, float]) -> str:
+    """10 s, of which the learner waits so many for a batch."""
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start")), (waits, taken(1, waits))]
+    timed += [(10.0, updated(1, seconds=10.0 - waits, busy=10.0 - waits)), (10.0, active("sampler-0", 10.0, running={8: 10.0 - sum(idle.values())}, idle=idle))]
+    return " ".join(picture(lines_of(timed), width=200).split())
+
+
+def test_a_sampler_that_is_in_python_is_told_apart_from_one_that_waits_for_environments() -> None:
+    text = python_run(waits=6.0, idle={"rollouts": 3.0, "bookkeeping": 1.5, "environment": 3.5})
+    assert "samplers are 45% in Python: 30% of rollouts, 15% around the model's steps; try run.num_samplers=2, the learner could take 2.5 x as much" in text
+    assert "environments" not in text and "learner idle" not in text
+    assert "wait for their environments" in python_run(waits=6.0, idle={"rollouts": 2.0, "bookkeeping": 1.5, "environment": 4.0})
+
+
+def test_python_of_samplers_that_hold_nobody_up_is_not_warned_of() -> None:
+    assert "in Python" not in python_run(waits=0.5, idle={"rollouts": 4.0, "bookkeeping": 1.0})
+
+
 def test_learner_that_is_the_bottleneck_is_named() -> None:
     timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start"))]
     timed += [(10.0, updated(1, seconds=10.0, busy=9.5)), (10.0, active("sampler-0", 10.0, running={8: 4.0}, idle={"admission": 6.0}))]
