@@ -1,6 +1,7 @@
 """This machine, profiled once for each of two recipes; twelve other runs of them, predicted and then made.
 
     python benchmarks/planner_here.py --out DIR [--seconds 25] [--only NAME ...] [--json]
+    python benchmarks/planner_here.py --out DIR --again [--profiled door=RUN ...]    # recorded runs, foretold after the fact; nothing is run
 
 Order: two profiling runs; all predictions, each written to DIR/predictions before anything that it predicts starts; the twelve runs; two of
 them again, with other seeds, for how far equal runs lie apart. Goes on where it was cut, with the same --out. Wants a machine without other
@@ -8,6 +9,10 @@ work, and takes about 15 minutes. A run's --seconds decide how many updates it m
 
 What is predicted enters through the profile alone. A setup with other tools than the profiled run's says by which factor they are slower.
 Real occupancies are of the capacity that the profile states, as the predicted ones are. Time is that of the timed window.
+
+--again measures the profiling runs anew and foretells recorded runs as this version of the planner does, with the settings that they had:
+what a change of the planner gives on the same runs. It is no prediction, as the runs were there to be looked at. --profiled takes another of
+the recorded runs for the profile of a recipe, such as one that other work disturbed in the same way.
 
 At the end, two simulated runs of over 5 minutes from the same profiles: the time to finish as it was said after a tenth of the updates.
 """
@@ -21,6 +26,7 @@ import os
 import shutil
 import statistics
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -83,11 +89,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=25.0, help="of one run, about")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the setups: " + ", ".join(setup.name for setup in SETUPS))
     parser.add_argument("--draws", type=int, default=9, help="simulations of one prediction")
+    parser.add_argument("--again", action="store_true", help="foretell the recorded runs of DIR after the fact; nothing is run")
+    parser.add_argument("--profiled", nargs="+", default=[], metavar="RECIPE=RUN", help="with --again: the recorded run that is a recipe's profile")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     chosen = [setup for setup in SETUPS if not arguments.only or setup.name in arguments.only]
     if arguments.only and len(chosen) < len(set(arguments.only)):
         parser.error("no such setup: " + ", ".join(sorted(set(arguments.only) - {setup.name for setup in chosen})))
+    if arguments.again:
+        return foretell_again(chosen, arguments)
     profiles = {recipe: profiled(recipe, arguments.out) for recipe in dict.fromkeys(setup.recipe for setup in chosen)}
     predictions = {setup.name: predicted(setup, profiles[setup.recipe], arguments) for setup in chosen}
     rows, repeats = [], []
@@ -134,10 +144,43 @@ def predicted(setup: Setup, profile: Profile, arguments: argparse.Namespace) -> 
     return found
 
 
+def foretell_again(chosen: Sequence[Setup], arguments: argparse.Namespace) -> int:
+    """Of recorded runs, from their events; writes DIR/again.json."""
+    sources = dict(text.partition("=")[::2] for text in arguments.profiled)
+    rows, repeats, predictions = [], [], {}
+    profiles = {}
+    for setup in chosen:
+        directory = arguments.out / "runs" / f"{setup.name}-0"
+        source = arguments.out / "runs" / sources[setup.recipe] if setup.recipe in sources else arguments.out / "profiles" / setup.recipe
+        if not (directory / "events.jsonl").is_file() or source.name.rpartition("-")[0] == setup.name:
+            continue  # never made, or the very setup that the profile is of
+        profile = profiles.setdefault(setup.recipe, measure(source))
+        values = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+        values["sampler"].setdefault("queue_share", 0.0)  # before there was that setting
+        settings = simulated_settings(apply_what_if(profile, {"tools": setup.tools}), values)
+        forecast = forecast_run(apply_what_if(profile, {"tools": setup.tools}), settings, draws=arguments.draws, cores=cores())
+        predictions[setup.name] = {"name": setup.name, **forecast.as_json()}
+        for seed in range(1 + REPEATS * setup.repeated):
+            run_of = arguments.out / "runs" / f"{setup.name}-{seed}"
+            if (run_of / "events.jsonl").is_file():
+                (repeats if seed else rows).append({"name": setup.name, **figures_of(run_of, profile, seed)})
+    result = judged(rows, repeats, predictions) | {"long_runs": [], "profiled": sources, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    (arguments.out / "again.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    show(result, sys.stderr if arguments.json else sys.stdout)
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
 def made(setup: Setup, prediction: Mapping[str, Any], out: Path, seed: int, profile: Profile) -> dict[str, Any]:
     """The same figures of the run itself."""
     directory = out / "runs" / f"{setup.name}-{seed}"
     run(setup.recipe, (*setup.settings, f"run.num_updates={prediction['num_updates']}", f"run.seed={seed}"), directory)
+    return figures_of(directory, profile, seed)
+
+
+def figures_of(directory: Path, profile: Profile, seed: int) -> dict[str, Any]:
+    """Of a finished run."""
     lines = list(read_events(directory / "events.jsonl"))
     summary = summarize(with_capacity(lines, profile.decode.saturation.running))
     return {

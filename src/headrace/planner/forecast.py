@@ -43,6 +43,8 @@ class Uncertainty:
     decode: float
     learn: float
     answers: float
+    learning: float
+    """Of how fast the odds of success rise."""
 
 
 def uncertainty(profile: Profile, setup: Setup, running: float) -> Uncertainty:
@@ -64,6 +66,7 @@ def uncertainty(profile: Profile, setup: Setup, running: float) -> Uncertainty:
         decode=decode_error + _EXTRAPOLATION * beyond_batch,
         learn=learn_error + (0.0 if profile.estimated else _EXTRAPOLATION * beyond_ranks),
         answers=answers_error,
+        learning=_DRIFT_ERROR,
     )
 
 

@@ -64,6 +64,14 @@ def _tail(profile: Profile, factor: float) -> Profile:
     return replace(profile, group=replace(group, tailness=1.0 + (group.tailness - 1.0) * factor, seconds_tailness=seconds))
 
 
+def _learning(profile: Profile, factor: float) -> Profile:
+    """How fast rewards rise; nothing where they are not known, or plainly stay."""
+    rewards = profile.rewards
+    if rewards is None:
+        return profile
+    return replace(profile, rewards=replace(rewards, log_odds_per_update=rewards.log_odds_per_update * factor))
+
+
 def _decode(profile: Profile, factor: float) -> Profile:
     decode = profile.decode
     points = tuple(replace(point, seconds=point.seconds * factor) for point in decode.points)
@@ -104,6 +112,7 @@ INPUTS: Mapping[str, Input] = {
     "prompts": Input("length of prompts and observations", _prompts),
     "tools": Input("seconds in the environment", _tools),
     "tail": Input("how far the longest of a group exceeds the mean", _tail),
+    "learning": Input("how fast the odds of success rise", _learning),
     "decode": Input("seconds of a decode step", _decode),
     "learn": Input("seconds of an update in the learner", _learn),
     "weights": Input("seconds to publish, move and take up weights", _weights),

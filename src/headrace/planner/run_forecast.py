@@ -23,7 +23,7 @@ from headrace.report.summary import RunSummary
 from headrace.runtime.simulated import simulate
 
 _DRAWS = 9
-_INPUTS = ("decode", "learn", "answers")
+_INPUTS = ("decode", "learn", "answers", "learning")
 _SIMULATION_ERROR = 0.05
 """Relative, of simulated runs against the very runs that their profiles come from (benchmarks/planner_check.py, 16 runs of `door`)."""
 

@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 from headrace.planner.distributions import Distribution
 from headrace.planner.estimate import Setup, learn_seconds, steady_state
 from headrace.planner.inputs import INPUTS, apply_what_if, parse_what_if
+from headrace.planner.rewards import Rewards
 
 SETUP = Setup(mode="async", placement="split", num_samplers=4, num_learner_ranks=4, slots_per_sampler=64, batch_trajectories=512, max_staleness=16)
 
@@ -60,3 +61,11 @@ def test_twice_the_decode_seconds_make_half_the_rate_where_nothing_else_counts()
 def test_longer_answers_are_more_tokens_to_learn() -> None:
     profile = plain_profile(answers=Distribution.constant(500.0))
     assert learn_seconds(apply_what_if(profile, {"answers": 3.0}), 1, 10) == pytest.approx(3 * learn_seconds(profile, 1, 10))
+
+
+def test_learning_changes_how_fast_rewards_rise_and_nothing_else() -> None:
+    profile = replace(plain_profile(), rewards=Rewards(log_odds=0.0, per_length=0.0, spread=1.0, log_odds_per_update=0.1))
+    changed = apply_what_if(profile, {"learning": 2.0})
+    assert changed.rewards is not None and changed.rewards.log_odds_per_update == pytest.approx(0.2)
+    assert replace(changed, rewards=profile.rewards) == profile
+    assert apply_what_if(plain_profile(), {"learning": 2.0}) == plain_profile()
