@@ -56,7 +56,11 @@ def own_mounts(libc: ctypes.CDLL, temporary: str) -> bool:
     """
     if os.getpid() != 1 or libc.unshare(NEW_MOUNTS) != 0 or libc.mount(b"none", b"/", None, RECURSIVELY_PRIVATE, None) != 0:
         return False
-    for name in os.listdir(temporary):
+    try:
+        names = os.listdir(temporary)
+    except OSError:  # nobody may list it, nor can the program
+        names = []
+    for name in names:
         if name.startswith("pymp-"):
             libc.mount(b"none", os.fsencode(os.path.join(temporary, name)), b"tmpfs", READ_ONLY, b"size=4k,mode=0")
     mounted: int = libc.mount(b"proc", b"/proc", b"proc", NO_DEVICES_OR_PROGRAMS, None)
