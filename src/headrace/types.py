@@ -512,6 +512,8 @@ class WorkerActivity:
     applied_updates: int
     apply_delay_seconds: float = 0.0
     """Sum over the applied updates: how long each waited for a key step or for rollouts in flight (sampler.apply)."""
+    drained_slot_seconds: float = 0.0
+    """Decode slots x seconds that stayed empty while somebody waited for one, because new weights had to come first (update_mode, apply)."""
     verify_seconds: float = 0.0
     """Part of busy_seconds: verifying rollouts."""
     verify_tokens: int = 0

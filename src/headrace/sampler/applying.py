@@ -77,3 +77,18 @@ class ApplyGate:
 
     def released(self, key: RolloutKey) -> None:
         self._begun.discard(key)
+
+
+class DrainedSlots:
+    """Decode slots that stay empty, while somebody waits for one, because new weights have to come first: integrated over time."""
+
+    def __init__(self) -> None:
+        self.slot_seconds = 0.0
+        self._since: float | None = None
+        self._empty = 0
+
+    def note(self, now: float, empty: int) -> None:
+        """From now on so many."""
+        if self._since is not None:
+            self.slot_seconds += self._empty * max(0.0, now - self._since)
+        self._since, self._empty = now, empty

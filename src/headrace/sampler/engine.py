@@ -90,6 +90,14 @@ class Engine:
         return any(self.admission.may_run(row, draining=self._draining) for row in self.waiting)
 
     @property
+    def num_drained_slots(self) -> int:
+        """Decode slots that stay empty although somebody waits, as new weights have to come first."""
+        if not self._draining and not self.gate.draining:
+            return 0
+        held_up = sum(not self.admission.may_run(row, draining=self._draining) for row in self.waiting)
+        return min(held_up, self.max_running - len(self.running))
+
+    @property
     def parked(self) -> tuple[RolloutKey, ...]:
         return tuple(row.request.key for row in self.waiting if row.parked)
 

@@ -16,6 +16,7 @@ from headrace.config import SamplerSettings
 from headrace.errors import HeadraceError
 from headrace.roles import Tokenizer, WaitingFor, WeightReader
 from headrace.sampler.activity import ActivityMeter
+from headrace.sampler.applying import DrainedSlots
 from headrace.sampler.capacity import measure_capacity
 from headrace.sampler.engine import Engine, score_batch
 from headrace.sampler.gather import GatherTarget
@@ -70,6 +71,7 @@ class TransformersSampler:
         self._applied = asyncio.Event()
         self._target = GatherTarget()
         self._meter = ActivityMeter(_loop_time)
+        self._drained = DrainedSlots()
         self._verify_ahead_seconds = 0.0
         """What verification has had more of than decoding since it last ran."""
         self.max_running = self._engine.max_running
@@ -180,6 +182,7 @@ class TransformersSampler:
             sampled_tokens=engine.drawn_tokens + engine.verifier.redrawn_tokens,
             applied_updates=engine.applied_updates,
             apply_delay_seconds=engine.gate.delay_seconds,
+            drained_slot_seconds=self._drained.slot_seconds,
             verify_tokens=engine.verifier.forward_tokens,
             num_parked=engine.admission.num_parked,
             num_unkept=engine.distributions.num_unkept,
@@ -214,6 +217,7 @@ class TransformersSampler:
         self._wake.clear()
         meter.idle("gather")
         self._take_up_weights()
+        self._drained.note(meter.time, engine.num_drained_slots)
         verifying = engine.verifier.has_work
         if not engine.has_work and not self._scores and not verifying:
             meter.idle("weights" if engine.num_ready else waiting_for())

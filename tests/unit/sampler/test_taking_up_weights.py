@@ -12,6 +12,7 @@ from fakes.tiny_models import perturbed
 from fakes.weights import FakeWeights
 from headrace.clock import run_virtual
 from headrace.config import Apply, UpdateMode
+from headrace.sampler.applying import DrainedSlots
 from headrace.sampler.transformers_sampler import TransformersSampler
 from headrace.types import Completion, PolicyVersion, RolloutKey, SampleRequest
 
@@ -67,6 +68,47 @@ def test_an_update_waits_no_longer_for_a_key_step_than_it_may() -> None:
         return plain.result()
 
     assert set(version_of_each_token(run_virtual(beside(sampler, main())))) == {OLD, NEW}
+
+
+@pytest.mark.parametrize(
+    ("settings", "drained"),
+    [
+        ({"apply": Apply.ROLLOUT_START}, 3),
+        ({"update_mode": UpdateMode.WAIT}, 3),
+        ({"update_mode": UpdateMode.ABORT}, 0),
+        ({"apply": Apply.KEY_STEPS, "max_apply_delay_seconds": 1e9}, 0),
+        ({}, 0),
+    ],
+)
+def test_slots_count_as_drained_while_somebody_waits_for_one_until_new_weights_are_there(settings: dict[str, object], drained: int) -> None:
+    weights = FakeWeights()
+    sampler = updated_sampler(weights, max_running=4, **settings)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(sampler.sample(request([1, 2], group=1, max_action_tokens=60)))
+            await turns(10)
+            assert sampler._engine.num_drained_slots == 0
+            publish(sampler, weights)
+            await turns(10)
+            assert sampler._engine.num_drained_slots == 0  # nobody waits for a slot
+            others = [group.create_task(sampler.sample(request([1, 2], group=number, max_action_tokens=60))) for number in range(2, 8)]
+            await turns(10)
+            assert sampler._engine.num_drained_slots == drained  # six wait for three
+            await first
+            sampler.release(RolloutKey(1, 0, 0))
+            await asyncio.gather(*others)
+        assert sampler._engine.num_drained_slots == 0
+        assert (sampler.take_activity().drained_slot_seconds > 0) == (drained > 0)
+
+    asyncio.run(beside(sampler, main()))
+
+
+def test_drained_slots_are_integrated_over_time() -> None:
+    slots = DrainedSlots()
+    for time, empty in ((1.0, 0), (2.0, 3), (4.0, 1), (4.5, 0), (9.0, 0)):
+        slots.note(time, empty)
+    assert slots.slot_seconds == 3 * 2.0 + 1 * 0.5
 
 
 @pytest.mark.parametrize("apply", Apply)
