@@ -40,14 +40,15 @@ class Problem:
 
 
 class HeadraceError(Exception):
-    """Base of all. `remedy` says what to do; `exit_code` is what the command line ends with."""
+    """Base of all. `remedy` says what to do; `file` is the one that is wrong; `exit_code` is what the command line ends with."""
 
     exit_code = 1
 
-    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+    def __init__(self, message: str, *, remedy: str | None = None, file: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        self.file = file
         self.learner_lost = False
         """The learner ended, broke down or did not answer: going back to a checkpoint may cure it."""
 
@@ -63,7 +64,7 @@ class HeadraceError(Exception):
 
     def as_json(self) -> dict[str, object]:
         """The `error` object of CONTRACTS."""
-        return {"kind": self.kind, "message": self.message, "file": None, "key": None, "value": None, "limit": None, "remedy": self.remedy}
+        return {"kind": self.kind, "message": self.message, "file": self.file, "key": None, "value": None, "limit": None, "remedy": self.remedy}
 
 
 class ConfigError(HeadraceError):

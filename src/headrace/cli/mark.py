@@ -19,6 +19,7 @@ from rich.text import Text
 
 from headrace.cli.mark_tally import Report, Tally
 from headrace.cli.output import Output
+from headrace.cli.recorded import RecordedFiles
 from headrace.cli.runs import find_run, run_settings
 from headrace.cli.safe_console import SafeConsole
 from headrace.cli.trajectories import Row, decoder
@@ -59,8 +60,9 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
             examples.append((row, steps, marked))
     notes = [*record.notes(rules, arguments.function is not None), _ENTROPY_NOTE]
     _print(report, list(examples), notes, directory, output)
+    record.files.say_damaged(output)
     shown = [_example_object(row, marked, record) for row, _, marked in examples]
-    output.result({"run_dir": str(directory), **report.as_object(), "not_shown": notes, "examples": shown})
+    output.result({"run_dir": str(directory), **report.as_object(), "not_shown": notes, "unreadable_files": record.files.damaged(), "examples": shown})
     return 0
 
 
@@ -73,10 +75,7 @@ class Record:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = sorted((directory / "trajectories").glob("*.parquet"))
-        if not self._files:
-            remedy = "The first file comes after a minute or at the end of a run; run.record_trajectories = none records nothing."
-            raise ConfigError([Problem(key="RUN", value=str(directory), message=f"'{directory}' holds no recorded trajectories.", remedy=remedy)])
+        self.files = RecordedFiles(directory)
         settings = run_settings(directory / "config.toml")
         self._stop_strings = [str(stop) for stop in settings.get("rollout", {}).get("stop_strings", [])]
         self._is_all = settings.get("run", {}).get("record_trajectories") == "all"
@@ -92,12 +91,8 @@ class Record:
 
     def rows(self, columns: Sequence[str] = _COLUMNS) -> Iterator[Row]:
         """One file is in memory at a time."""
-        import pyarrow.parquet as parquet
-
-        for path in self._files:
-            file = parquet.ParquetFile(path)
-            present = [name for name in columns if name in file.schema_arrow.names]
-            yield from file.read(columns=present).to_pylist()
+        for table in self.files.tables(columns):
+            yield from table.to_pylist()
 
     def steps(self, row: Row) -> list[StepView]:
         tokens, logprobs, rewards = row["tokens"], row["logprobs"], list(row["step_rewards"])

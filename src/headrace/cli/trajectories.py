@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,9 +15,10 @@ from rich.text import Text
 
 from headrace.cli.evaluate import find_checkpoint
 from headrace.cli.output import Output
+from headrace.cli.recorded import RecordedFiles
 from headrace.cli.runs import find_run
 from headrace.cli.safe_console import SafeConsole
-from headrace.errors import ConfigError, Problem, RunDirectoryError
+from headrace.errors import ConfigError, Problem
 
 Row = dict[str, Any]
 Decode = Callable[[list[int]], str]
@@ -31,8 +34,8 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     directory = find_run(arguments.run)
     export = None if arguments.export is None else _checked_export(Path(arguments.export))
     limit = arguments.limit if arguments.limit is not None or export is not None else DEFAULT_LIMIT
-    files = sorted((directory / "trajectories").glob("*.parquet"))
-    decode = decoder(directory) if files else None
+    files = RecordedFiles(directory)
+    decode = decoder(directory)
     found = Found(files, arguments)
     shown: list[Row] = []
     if export is not None:
@@ -43,34 +46,37 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
         for row in found.rows(limit):
             shown.append(with_text(row, decode))
             console.print(picture(row, decode, marks=console.color_system is None), soft_wrap=False)
-        output.say(_said(found, len(shown), directory))
-    result = {"run_dir": str(directory), "recorded": found.num_recorded, "matched": found.num_matched, "export": None if export is None else str(export)}
-    output.result({**result, "trajectories": shown})
+        output.say(f"{len(shown)} of {found.num_matched} matching trajectories shown, {found.num_recorded} recorded.")
+    files.say_damaged(output)
+    if (near := found.near_tasks()) is not None:
+        output.say(f"No trajectory of task '{arguments.task}' is recorded." + (f" Did you mean {' or '.join(map(repr, near))}?" if near else ""))
+    counts = {"recorded": found.num_recorded, "matched": found.num_matched, "unreadable_files": files.damaged()}
+    output.result({"run_dir": str(directory), **counts, "export": None if export is None else str(export), "trajectories": shown})
     return 0
 
 
 class Found:
     """Rows of these files that the filters let through, in the order in which they were written; one file is in memory at a time."""
 
-    def __init__(self, files: list[Path], filters: argparse.Namespace) -> None:
+    def __init__(self, files: RecordedFiles, filters: argparse.Namespace) -> None:
         self._files, self._filters = files, filters
         self.num_recorded = self.num_matched = 0
         """After `tables` has run out."""
+        self._tasks: set[str] = set()
+
+    def near_tasks(self) -> list[str] | None:
+        """Names of recorded tasks like the one asked for, when that one is not among them; None when it is, or none was asked for."""
+        asked = self._filters.task
+        if asked is None or asked in self._tasks:
+            return None
+        return difflib.get_close_matches(asked, sorted(self._tasks), n=3)
 
     def tables(self) -> Iterator[Any]:
         """pyarrow tables."""
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-
-        for path in self._files:
-            try:
-                table = parquet.read_table(path)
-                matching = table.filter(self._matching(table))
-            except (pa.ArrowException, OSError, KeyError) as error:
-                text = str(error).splitlines()[0]
-                raise RunDirectoryError(
-                    f"{path}: not a whole file of trajectories: {text}", remedy="Move it away; the others can be read without it."
-                ) from error
+        for table in self._files.tables():
+            if self._filters.task is not None:
+                self._tasks.update(table["task_id"].unique().to_pylist())
+            matching = table.filter(self._matching(table))
             self.num_recorded += table.num_rows
             self.num_matched += matching.num_rows
             yield matching
@@ -219,9 +225,8 @@ def _checked_export(path: Path) -> Path:
     if path.suffix not in (".parquet", ".jsonl"):
         message = f"--export '{path}' ends in neither .parquet nor .jsonl."
         raise ConfigError([Problem(key="--export", value=str(path), limit=".parquet or .jsonl", message=message, remedy="The ending says what to write.")])
-    if not path.absolute().parent.is_dir():
-        message = f"--export '{path}': its directory does not exist."
-        raise ConfigError([Problem(key="--export", value=str(path), message=message, remedy="Make it first.")])
+    if path.is_dir():
+        raise ConfigError([Problem(key="--export", value=str(path), message=f"'{path}' is a directory.", remedy="Give a file to --export.")])
     return path
 
 
@@ -229,12 +234,14 @@ def _export(found: Found, path: Path, decode: Decode | None, limit: int | None) 
     """Writes aside and renames, so that a cut export leaves nothing that looks whole."""
     aside = path.with_name(f".{path.name}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         count = _write_parquet(found, aside, decode, limit) if path.suffix == ".parquet" else _write_jsonl(found, aside, decode, limit)
         aside.replace(path)
     except OSError as error:
         raise ConfigError([Problem(key="--export", value=str(path), message=f"'{path}' cannot be written: {error.strerror}.")]) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # its directory could not be made
+            aside.unlink(missing_ok=True)
     return count
 
 
@@ -265,9 +272,3 @@ def _write_parquet(found: Found, path: Path, decode: Decode | None, limit: int |
             writer.write_table(wanted.append_column("text", pa.array(texts, type=pa.string())).select(schema.names).cast(schema))
             count += wanted.num_rows
     return count
-
-
-def _said(found: Found, num_shown: int, directory: Path) -> str:
-    if not found.num_recorded:
-        return f"{directory} holds no recorded trajectories: the first file comes after a minute or at the end; run.record_trajectories = none records nothing."
-    return f"{num_shown} of {found.num_matched} matching trajectories shown, {found.num_recorded} recorded."

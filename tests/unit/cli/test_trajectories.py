@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_export_stops_at_the_limit(run_directory: Path, tmp_path: Path, suffix: 
     ("options", "what"),
     [
         (["--export", "x.csv"], ".parquet nor .jsonl"),
-        (["--export", "no/such/directory/x.jsonl"], "directory does not exist"),
+        (["--export", "x.csv/y"], ".parquet nor .jsonl"),
         (["--limit", "0"], "must be at least 1"),
         (["--min-reward", "much"], "invalid float"),
     ],
@@ -185,15 +186,75 @@ def test_wrong_options_are_named_and_nothing_is_written(
 
 def test_run_without_recorded_trajectories_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text("")
-    assert main(["trajectories", str(tmp_path)]) == 0
+    assert main(["trajectories", str(tmp_path)]) == 2
     assert "run.record_trajectories" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["trajectories", "mark"])
+@pytest.mark.parametrize(("runtime", "says"), [("local", "run.record_trajectories"), ("simulated", "simulated: nothing was sampled")])
+def test_commands_answer_alike_when_a_run_has_no_records(tmp_path: Path, name: str, runtime: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "run_started", "time": 0.0, "runtime": runtime, "devices": []}) + "\n")
+    assert main([name, str(tmp_path), "--json", *(["--rule", "tool:x"] if name == "mark" else [])]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["key"], error["value"]) == ("RUN", str(tmp_path)) and says in error["message"]
+
+
+def damage(path: Path, how: str) -> None:
+    whole = path.read_bytes()
+    match how:
+        case "empty":
+            path.write_bytes(b"")
+        case "cut":
+            path.write_bytes(whole[: len(whole) // 2])
+        case "garbage":
+            path.write_bytes(bytes(range(256)) * 20)
+        case "flipped":
+            path.write_bytes(whole[:8] + bytes(byte ^ 0xFF for byte in whole[8:400]) + whole[400:])
+        case "another table":
+            parquet.write_table(pa.table({"x": [1, 2]}), path)
+        case "another type":
+            table = parquet.read_table(path)
+            parquet.write_table(table.set_column(table.column_names.index("reward"), "reward", pa.array(["much"] * table.num_rows)), path)
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "garbage", "flipped", "another table", "another type"])
+@pytest.mark.parametrize("name", ["trajectories", "mark"])
+def test_a_damaged_file_is_left_out_and_named(run_directory: Path, tmp_path: Path, name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rule", "reward:positive", "--min-advantage", "1"] if name == "mark" else ["--export", str(tmp_path / "new" / "out.parquet")]
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.toml").write_text("")
+    shutil.copytree(run_directory / "trajectories", directory / "trajectories")
+    files = sorted((directory / "trajectories").glob("*.parquet"))
+    damage(files[1], how)
+    assert main([name, str(directory), "--json", *options]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["unreadable_files"] == [files[1].name]
+    assert err.count(f"1 of {len(files)} files") == 1 and files[1].name in err and "Traceback" not in err
+    if name == "trajectories":
+        rows = sum(parquet.read_table(path).num_rows for path in files if path != files[1])
+        assert parquet.read_table(tmp_path / "new" / "out.parquet").num_rows == json.loads(out)["recorded"] == rows
+    for path in files:
+        damage(path, "garbage")
+    assert main([name, str(directory), "--json", *options]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["file"] in map(str, files) and "Traceback" not in err
+
+
+def test_a_task_that_is_not_recorded_is_told_with_near_ones(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trajectories", str(run_directory), "--task", "stpes"]) == 0
+    assert "No trajectory of task 'stpes' is recorded. Did you mean 'steps'?" in capsys.readouterr().err
+    assert main(["trajectories", str(run_directory), "--task", "steps", "--min-reward", "9"]) == 0
+    assert "is recorded" not in capsys.readouterr().err
 
 
 def test_half_written_file_of_a_run_that_goes_on_is_not_read(run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / ".000001.parquet.part").write_bytes(b"PAR1half")
-    assert asked(tmp_path, capsys)["recorded"] == 0
+    assert main(["trajectories", str(tmp_path)]) == 2
+    assert "holds no recorded trajectories" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
