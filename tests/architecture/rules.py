@@ -12,7 +12,22 @@ from pathlib import Path
 LAYERS = {
     **dict.fromkeys(("__init__", "types", "updates", "errors"), 0),
     **dict.fromkeys(
-        ("config", "config_loading", "roles", "events", "event_log", "clock", "recipe", "statistics", "marks", "manifest", "sandbox", "sandbox_launcher"), 1
+        (
+            "config",
+            "config_loading",
+            "roles",
+            "events",
+            "event_log",
+            "clock",
+            "recipe",
+            "statistics",
+            "marks",
+            "manifest",
+            "orphans",
+            "sandbox",
+            "sandbox_launcher",
+        ),
+        1,
     ),
     **dict.fromkeys(("tasks", "rollout", "sampler", "pool", "learner", "weights"), 2),
     **dict.fromkeys(

@@ -17,6 +17,8 @@ import pytest
 from end_to_end.conftest import LETTERS
 
 LIMIT_SECONDS = 120.0
+GONE_SECONDS = 30.0
+"""That the children of a killed conductor may take here; docs/resume.md says how long they do."""
 
 
 class Command:
@@ -95,7 +97,18 @@ def test_what_still_loads_when_the_conductor_is_killed_ends_by_itself(model_cach
     family = command.descendants()
     command.process.kill()
     command.process.communicate()
-    assert gone(family, 5)
+    assert gone(family, GONE_SECONDS)
+
+
+@pytest.mark.parametrize("phase", ["group_reserved", "selection_taken", "updated"], ids=["at its start", "during an update", "while it samples"])
+def test_children_end_by_themselves_whenever_the_conductor_is_killed(model_cache: Path, tmp_path: Path, phase: str) -> None:
+    command = Command(tmp_path / "run", "checkpoint.every_seconds=0")
+    command.wait_until(lambda: command.has_event(phase))
+    family = command.descendants()
+    assert len(family) >= 4
+    command.process.kill()
+    command.process.communicate()
+    assert gone(family, GONE_SECONDS)
 
 
 def test_children_end_by_themselves_when_the_conductor_is_killed(model_cache: Path, tmp_path: Path) -> None:
@@ -105,7 +118,7 @@ def test_children_end_by_themselves_when_the_conductor_is_killed(model_cache: Pa
     assert len(family) >= 4  # forkserver, sampler, learner, evaluator
     command.process.kill()
     command.process.communicate()
-    assert gone(family, 5)
+    assert gone(family, GONE_SECONDS)
     from transformers import AutoModelForCausalLM
 
     whole = sorted(path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("update_"))

@@ -2,9 +2,9 @@
 
 The parent sends calls as they come; the child makes one after the other and answers in that order, so that neither waits for the
 other's next turn. The oldest call without an answer is the one that runs: at its limit the parent kills the child. The child holds
-nothing outside itself: it leads a process group of its own, so that whatever the user's code started dies with it, and it ends as
-soon as its parent is gone, also when it hangs in the user's code (a thread waits for the end of the socket). Pickles travel only
-between the two.
+nothing outside itself: it leads a process group of its own, so that whatever the user's code started dies with it, and the group ends as
+soon as its parent is gone, also when it hangs in the user's code (the kernel kills it, see orphans.py; a thread waits for the end of the
+socket as well). Pickles travel only between the two.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace import clock
+from headrace.orphans import end_with
 from headrace.recipe import RecipeCode
 from headrace.rollout.user_call import UserCallError, describe_exception
 
@@ -303,6 +304,8 @@ def _start_and_close(process: multiprocessing.process.BaseProcess, end: socket.s
 def serve(end: socket.socket, recipe: RecipeCode, environment: str | None, reward: str | None) -> None:
     """Runs in the child: answers each call until the parent is gone. Never returns."""
     os.setsid()  # Ctrl-C is the parent's business, and the group can be killed as a whole
+    if (parent := multiprocessing.parent_process()) is not None:
+        end_with(parent.sentinel, group=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back while the forkserver started; the user's code may want it
     os.dup2(2, 1)  # what the user's code prints is for people
     inbox = _Inbox()

@@ -1,13 +1,14 @@
 """Role processes: starting them from a warm forkserver, talking to them, and ending every one of them.
 
-A child ends by itself when its parent is gone, ignores Ctrl-C (the conductor decides), and is killed when it does not stop in
-time. Nothing it holds has a name in the file system.
+A child ends by itself when the conductor is gone (the kernel kills it, see orphans.py; a thread watches as well), ignores Ctrl-C (the
+conductor decides), and is killed when it does not stop in time. Nothing it holds has a name in the file system.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from multiprocessing import connection, resource_tracker
 from typing import Any
 
 from headrace.errors import HeadraceError, WorkerLostError, first_error
+from headrace.orphans import end_with
 from headrace.runtime.loading import STARTER
 from headrace.runtime.wire import AsyncWire, BlockingWire
 
@@ -69,9 +71,16 @@ def context() -> multiprocessing.context.ForkServerContext:
     """The forkserver context, with torch and transformers loaded on first use and threads held to one a process."""
     result = multiprocessing.get_context("forkserver")
     result.set_forkserver_preload(_PRELOADED)
-    for key, value in {**_THREAD_SETTINGS, STARTER: str(os.getpid())}.items():
+    for key, value in {**_THREAD_SETTINGS, STARTER: f"{os.getpid()}:{_life_line(os.getpid())}"}.items():
         os.environ[key] = value
     return result
+
+
+@functools.cache
+def _life_line(pid: int) -> int:
+    """Descriptor of a pipe that nobody but this process can write to, which ends with it; both ends stay open as long as it lives."""
+    reading, _ = os.pipe()
+    return reading
 
 
 def refuse_start_while_importing() -> None:
@@ -256,7 +265,8 @@ def _child(name: str, end: socket.socket, core: int | None, main: Callable[..., 
         os.sched_setaffinity(0, {core})
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
+    end_with(parent.sentinel)
     try:
         main(end, *arguments)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -279,6 +289,6 @@ def as_headrace_error(error: BaseException, name: str) -> HeadraceError:
     return WorkerLostError(f"{name}: {type(error).__name__}: {error}{where}")
 
 
-def _end_with(sentinel: int) -> None:
+def _watch_parent(sentinel: int) -> None:
     connection.wait([sentinel])
     os._exit(1)
