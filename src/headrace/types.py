@@ -499,11 +499,11 @@ class WorkerActivity:
     seconds: float
     """Allocated wall time covered."""
     busy_seconds: float
-    """In model forward."""
+    """In the model's work: forward, logits, drawing tokens, log-probabilities, verification. Without the Python around it."""
     running_seconds: Mapping[int, float]
     """Running sequences -> busy seconds of decode at that batch."""
     idle_seconds: Mapping[str, float]
-    """By reason: `environment`, `admission`, `weights`, `gather`; with busy_seconds they sum to `seconds`."""
+    """By reason: `bookkeeping`, `rollouts`, `environment`, `admission`, `weights`, `gather`; with busy_seconds they sum to `seconds`."""
     decode_steps: int
     prefill_tokens: int
     sampled_tokens: int
@@ -523,7 +523,13 @@ class WorkerActivity:
     num_unkept: int = 0
     """Rollouts whose distributions did not fit or were given up: they cannot be verified."""
     decode_work: Sequence[tuple[int, int, int, int, float]] = ()
-    """Steps alike in running batch and context, as sums: (steps, sequences, tokens computed, context tokens read, busy seconds)."""
+    """Steps alike in running batch and context, as sums: (steps, sequences, tokens computed, context tokens read, seconds of the whole steps)."""
+    step_seconds: float = 0.0
+    """Of whole steps: busy_seconds and the bookkeeping around the model's work."""
+    gap_seconds: float = 0.0
+    """Between two steps while somebody could be served: gathering a fuller batch, handing out answers, the rollouts' Python."""
+    environment_seconds: float = 0.0
+    """While nobody could be, as all rollouts in flight were with their environments; their Python included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ DECODE = DecodeFit(floor_seconds=2e-3, seconds_per_sequence=5e-5, seconds_per_co
 LEARN = LearnFit(overhead_seconds=0.05, seconds_per_micro_batch=0.0, seconds_per_token=2e-5, seconds_per_exchange=0.0)
 WAIT_MEAN, WAIT_DEVIATION = 0.03, 0.04
 GAP_SECONDS = 4e-4
+WORK_SHARE = 0.8
 GROUP_SIZE, BATCH_GROUPS = 8, 4
 NUM_UPDATES = 40
 STEP_SECONDS = 0.5
@@ -68,9 +69,13 @@ def worker_active(random: np.random.Generator, detail: bool) -> ev.WorkerActive:
         busy += seconds
         counts = [counts[0] + steps, counts[1] + steps * running, counts[2] + steps * running]
     gap = GAP_SECONDS * counts[0]
+    share = WORK_SHARE if detail else 1.0  # older versions counted whole steps as busy
+    away = STEP_SECONDS - busy - gap - 0.004
+    idle = {"bookkeeping": (1 - share) * busy, "gather": gap / 2, "rollouts": gap / 2 + away / 4, "environment": away * 3 / 4, "weights": 0.004}
     activity = WorkerActivity(
-        seconds=STEP_SECONDS, busy_seconds=busy, running_seconds=running_seconds,
-        idle_seconds={"gather": gap, "environment": STEP_SECONDS - busy - gap - 0.004, "weights": 0.004}, decode_steps=counts[0], prefill_tokens=counts[2],
+        seconds=STEP_SECONDS, busy_seconds=share * busy, running_seconds={running: share * seconds for running, seconds in running_seconds.items()},
+        idle_seconds=idle,
+        step_seconds=busy, gap_seconds=gap, environment_seconds=away, decode_steps=counts[0], prefill_tokens=counts[2],
         sampled_tokens=counts[1], apply_seconds=0.004, applied_updates=1, decode_work=tuple(work) if detail else (),
     )  # fmt: skip
     return ev.WorkerActive(role="sampler-0", in_flight=3, activity=activity)

@@ -193,6 +193,7 @@ def sync_step(profile: Profile, setup: Setup) -> Steady:
     occupied, sampler_busy = one.occupied_seconds / step, one.busy_seconds / step
     colocated = setup.placement == "colocated"
     share = 1.0 if colocated else _sampler_share(profile, setup)
+    worked, occupied = profile.decode.work_share * sampler_busy, profile.decode.work_share * occupied
     rollout = one.rollout_seconds / count
     return Steady(
         step_seconds=step,
@@ -207,7 +208,7 @@ def sync_step(profile: Profile, setup: Setup) -> Steady:
         sampler_idle_fraction=1.0 - sampler_busy,
         learner_idle_fraction=1.0 - learner_busy,
         occupancy=min(1.0, occupied + learner_busy) if colocated else share * occupied + (1 - share) * learner_busy,
-        busy_fraction=min(1.0, sampler_busy + learner_busy) if colocated else share * sampler_busy + (1 - share) * learner_busy,
+        busy_fraction=min(1.0, worked + learner_busy) if colocated else share * worked + (1 - share) * learner_busy,
         bottleneck="both in turn",
         relative_error=_blend(generate, profile.decode.fit.relative_error, learn, profile.learn.fit.relative_error),
     )
@@ -243,12 +244,13 @@ def async_step(profile: Profile, setup: Setup) -> Steady:
     steps_per_second = rate / setup.num_samplers * profile.distributions.answer_tokens.mean / together
     sampler_busy = min(1.0, steps_per_second * seconds)
     learner_busy = profile.learn.busy_fraction * learn_seconds(profile, setup.num_learner_ranks, batch, setup.micro_batch_tokens) / step
-    occupied = sampler_busy * min(1.0, together / capacity)
+    worked = profile.decode.work_share * sampler_busy
+    occupied = worked * min(1.0, together / capacity)
     return Steady(
         step_seconds=step, production_rate=possible, consumption_rate=consumption, generate_seconds=batch / possible, learn_seconds=learn,
         running=running, in_flight=in_flight, rollout_seconds=rollout, staleness=staleness,
         sampler_idle_fraction=1.0 - sampler_busy, learner_idle_fraction=1.0 - learner_busy,
-        occupancy=share * occupied + (1 - share) * learner_busy, busy_fraction=share * sampler_busy + (1 - share) * learner_busy,
+        occupancy=share * occupied + (1 - share) * learner_busy, busy_fraction=share * worked + (1 - share) * learner_busy,
         bottleneck="learner" if possible >= consumption else "admission" if held else "samplers",
         relative_error=profile.learn.fit.relative_error if possible >= consumption else profile.decode.fit.relative_error,
     )  # fmt: skip

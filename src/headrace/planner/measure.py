@@ -15,7 +15,7 @@ from headrace.errors import ConfigError, Problem
 from headrace.planner.distributions import Distribution
 from headrace.planner.fits import fit_decode, fit_learn
 from headrace.planner.observed import observe
-from headrace.planner.overheads import dispatch_seconds, handover_seconds, settled
+from headrace.planner.overheads import dispatch_seconds, environment_seconds, gap_seconds, handover_seconds, settled, step_seconds, work_share
 from headrace.planner.profile import (
     Decode,
     DecodePoint,
@@ -279,7 +279,7 @@ def _without_detail(activity: Mapping[str, Any], distributions: Distributions) -
     """Runs that did not write decode_work: the mean step of each report, contexts half as long as a rollout."""
     steps, drawn = activity["decode_steps"], activity["sampled_tokens"]
     context = (distributions.prompt_tokens.mean + distributions.answer_tokens.mean) / 2
-    return [(steps, drawn, drawn + activity["prefill_tokens"], drawn * context, activity["busy_seconds"])] if steps and drawn else []
+    return [(steps, drawn, drawn + activity["prefill_tokens"], drawn * context, step_seconds(activity))] if steps and drawn else []
 
 
 def _log_bin(value: float, parts: int) -> int:
@@ -304,7 +304,7 @@ def _decode(recording: Recording, points: list[DecodePoint], model: Model, distr
     memory = int(recording.setting("sampler", "kv_memory_bytes", 0))
     return Decode(
         points=tuple(points), fit=fit, kv_capacity_tokens=memory // kv_bytes if memory and kv_bytes else None, saturation=saturation,
-        gap_seconds=gap, gap_seconds_per_sequence=gap_per_sequence,
+        gap_seconds=gap, gap_seconds_per_sequence=gap_per_sequence, work_share=max(1e-3, work_share(recording.active)),
     )  # fmt: skip
 
 
@@ -320,16 +320,16 @@ def _gaps(recording: Recording, distributions: Distributions) -> tuple[float, fl
     wait = distributions.tool_wait_seconds.mean
     for line in recording.active:
         activity = line["activity"]
-        done, gather = activity["decode_steps"], activity["idle_seconds"].get("gather", 0.0)
+        done, gather = activity["decode_steps"], gap_seconds(activity)
         steps, gathered = steps + done, gathered + gather
-        idle = activity["idle_seconds"].get("environment", 0.0)
+        idle = environment_seconds(activity)
         out = max(line["in_flight"], activity["sampled_tokens"] / max(1, done))  # sync: nothing is, when the report is made
         waited = done * wait / max(1, out)
         if idle > 4 * waited and out > 1 and done:
             busy_steps, between, sequences = busy_steps + done, between + idle - waited, sequences + activity["sampled_tokens"]
     each = between / sequences if busy_steps >= 0.5 * steps and sequences else 0.0
     drawn = sum(line["activity"]["sampled_tokens"] for line in recording.active)
-    if drawn and wait * steps < _IN_THE_LOOP * sum(line["activity"]["busy_seconds"] for line in recording.active):
+    if drawn and wait * steps < _IN_THE_LOOP * sum(step_seconds(line["activity"]) for line in recording.active):
         return 0.0, each + gathered / drawn
     return (gathered / steps if steps else 0.0), each
 

@@ -60,5 +60,26 @@ def settled(rollouts: Sequence[Line]) -> Sequence[Line]:
     return ordered[: len(ordered) // 2 + 1]
 
 
+def step_seconds(activity: Mapping[str, Any]) -> float:
+    """Of whole steps. Events from before this field counted them as busy."""
+    return float(activity.get("step_seconds") or activity["busy_seconds"])
+
+
+def gap_seconds(activity: Mapping[str, Any]) -> float:
+    """Between two steps while somebody could be served."""
+    return float(activity["gap_seconds"] if "step_seconds" in activity else activity["idle_seconds"].get("gather", 0.0))
+
+
+def environment_seconds(activity: Mapping[str, Any]) -> float:
+    """While all rollouts in flight were with their environments; what their Python took of it included."""
+    return float(activity["environment_seconds"] if "step_seconds" in activity else activity["idle_seconds"].get("environment", 0.0))
+
+
+def work_share(active: Sequence[Line]) -> float:
+    """Of the steps' seconds, the model's work."""
+    whole = sum(step_seconds(line["activity"]) for line in active)
+    return min(1.0, sum(line["activity"]["busy_seconds"] for line in active) / whole) if whole > 0 else 1.0
+
+
 def _by_version(lines: Sequence[Line], key: str) -> dict[int, float]:
     return {line["version"]: float(line[key]) for line in lines}

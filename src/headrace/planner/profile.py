@@ -91,6 +91,8 @@ class Decode:
     """The part that grows with the running batch: the rollouts' own Python between two tokens, environments that compute."""
     answer_delay_steps: Amount = 0.0
     """Decode steps that pass from an environment's answer until its rollout is ready: samplers and rollouts share one event loop."""
+    work_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of a step's seconds, in the model's work (busy, DESIGN section 2); the rest is bookkeeping around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

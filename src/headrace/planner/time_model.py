@@ -45,6 +45,7 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
     return TimeModel(
         plan_rollout=rollout_planner(profile, failures=failures, batch_ratio=_batch_ratio(profile, settings)),
         step_seconds=lru_cache(maxsize=None)(lambda running: decode.fit.seconds(running)),
+        work_share=decode.work_share,
         seconds_per_context_token=decode.fit.seconds_per_context_token,
         observation_seconds=_observation_seconds(profile),
         gap_seconds=lambda running: decode.gap_seconds + decode.gap_seconds_per_sequence * running,

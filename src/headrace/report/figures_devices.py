@@ -23,6 +23,8 @@ ACTIVITIES: Mapping[str, tuple[str, str]] = {
     BATCH: ("wait-batch", "waits for a batch"),
     "admission": ("wait-admission", "nothing admitted"),
     "gather": ("wait-gather", "gathers a fuller batch"),
+    "rollouts": ("wait-rollouts", "runs the rollouts' Python"),
+    "bookkeeping": ("wait-bookkeeping", "sampler's bookkeeping"),
     "weights": ("wait-weights", "takes up weights"),
     "overhead": ("wait-overhead", "learner's overhead"),
     "transfer": ("wait-transfer", "batch or result under way"),

@@ -21,7 +21,7 @@ LEARN = "learn"
 BATCH = "batch"
 OTHER = "other"
 # while a colocated device learns, its sampler reports itself idle: what overlaps is taken from these first
-_HIDDEN_BY_LEARNING = ("admission", "weights", "environment", "gather", OTHER)
+_HIDDEN_BY_LEARNING = ("admission", "weights", "environment", "gather", "rollouts", "bookkeeping", OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ _UNREPORTED = "unreported"
 RESTART = "restart"
 _REPORT_GAP_SECONDS = 2.0
 # while a colocated learner works, its device's sampler reports that it has nothing to do: most plainly for want of admission
-_IDLE_BEFORE = ("admission", "weights", "gather")
-_IDLE_OF_THE_OTHER_ROLE = ("admission", "weights", "environment", "gather", _OTHER)
+_IDLE_BEFORE = ("admission", "weights", "gather", "rollouts", "bookkeeping")
+_IDLE_OF_THE_OTHER_ROLE = ("admission", "weights", "environment", "gather", "rollouts", "bookkeeping", _OTHER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class DecodeEngine:
         self._versions: list[tuple[int, PolicyVersion]] = [(0, self.version)]
         self._since = self._observation_seconds = self._fixed = self._reading = self._gap = 0.0
         self._observation_tokens = 0
-        self._activity = ActivitySums()
+        self._activity = ActivitySums(model.work_share)
 
     # --- between two steps -------------------------------------------------------------------------------------------------
 
@@ -126,8 +126,8 @@ class DecodeEngine:
             return []
         running, context = self.num_running, self.context_tokens
         read = steps * context + running * steps * (steps - 1) // 2
-        busy = self._observation_seconds + steps * self._fixed + self._reading * read
-        self._activity.decoded(running, steps, busy, steps * self._gap, self._observation_tokens, read)
+        seconds = self._observation_seconds + steps * self._fixed + self._reading * read
+        self._activity.decoded(running, steps, seconds, steps * self._gap, self._observation_tokens, read)
         self._since = self.time_of(steps)
         self._observation_seconds, self._observation_tokens = 0.0, 0
         self._position += steps
@@ -156,7 +156,7 @@ class DecodeEngine:
 
     def take_activity(self) -> WorkerActivity:
         """Since the last call, up to the last whole step."""
-        activity, self._activity = self._activity.result(), ActivitySums()
+        activity, self._activity = self._activity.result(), ActivitySums(self._model.work_share)
         return activity
 
     # --- insides -----------------------------------------------------------------------------------------------------------
@@ -220,17 +220,24 @@ class DecodeEngine:
 class ActivitySums:
     """Where a sampler's time went; becomes a WorkerActivity."""
 
-    def __init__(self) -> None:
+    def __init__(self, work_share: float) -> None:
+        """`work_share`: of a step, the model's work."""
+        self._work_share = work_share
+        self._step_seconds = self._gap_seconds = self._environment_seconds = 0.0
         self._running: dict[int, float] = {}
         self._idle: dict[str, float] = {}
         self._work: dict[tuple[int, int, int], list[float]] = {}
         self._steps = self._observed = self._sampled = self._applied = 0
         self._apply_seconds = 0.0
 
-    def decoded(self, running: int, steps: int, busy: float, gap: float, observed: int, read: int) -> None:
+    def decoded(self, running: int, steps: int, seconds: float, gap: float, observed: int, read: int) -> None:
+        """`seconds` of whole steps, and between them `gap`, which is the rollouts' Python."""
+        busy = self._work_share * seconds
         self._running[running] = self._running.get(running, 0.0) + busy
-        if gap > 0:
-            self.idle("gather", gap)
+        self._step_seconds += seconds
+        self._gap_seconds += gap
+        self.idle("bookkeeping", seconds - busy)
+        self.idle("rollouts", gap)
         self._steps += steps
         self._observed += observed
         self._sampled += running * steps
@@ -240,12 +247,14 @@ class ActivitySums:
             observed > 0,
         )
         sums = self._work.setdefault(kind, [0, 0, 0, 0, 0.0])
-        for index, value in enumerate((steps, running * steps, running * steps + observed, read, busy)):
+        for index, value in enumerate((steps, running * steps, running * steps + observed, read, seconds)):
             sums[index] += value
 
     def idle(self, reason: str, seconds: float) -> None:
         if seconds > 0:
             self._idle[reason] = self._idle.get(reason, 0.0) + seconds
+        if reason == "environment":
+            self._environment_seconds += seconds
 
     def applied(self, seconds: float) -> None:
         self.idle("weights", seconds)
@@ -260,6 +269,9 @@ class ActivitySums:
             busy_seconds=busy,
             running_seconds=dict(sorted(self._running.items())),
             idle_seconds=dict(sorted(self._idle.items())),
+            step_seconds=self._step_seconds,
+            gap_seconds=self._gap_seconds,
+            environment_seconds=self._environment_seconds,
             decode_steps=self._steps,
             prefill_tokens=self._observed,
             sampled_tokens=self._sampled,

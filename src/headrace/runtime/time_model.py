@@ -39,7 +39,9 @@ class TimeModel:
     plan_rollout: Callable[[RolloutRequest, int], PlannedRollout]
     """(request, number of the policy version that it starts under) -> what it does."""
     step_seconds: Callable[[int], float]
-    """Running sequences -> one decode step in model forward, without reading contexts."""
+    """Running sequences -> one decode step, without reading contexts."""
+    work_share: float = 1.0
+    """Of a step, the model's work: what the device is busy with (DESIGN section 2)."""
     seconds_per_context_token: float = 0.0
     """More for each context token that a step reads."""
     observation_seconds: Callable[[int], float] = lambda tokens: 0.0

@@ -1,4 +1,10 @@
-"""Where a sampler's wall time goes: busy by number of running sequences, idle by reason. One clock reading a change of state."""
+"""Where a sampler's wall time goes: the model's work by number of running sequences, and everything else by reason.
+
+Only the model's work is busy (DESIGN section 2). What a step takes beside it is `bookkeeping`. Between steps the loop runs other Python:
+rollouts that take their answers, environments that are `async def`, requests that are made. That is `rollouts`: all of the turn that the loop
+is given after a step, and of a wait (`environment`, `gather`) the part in which this thread had the processor. Readings a step: four of the
+wall clock, and one of the processor's at the begin and the end of a wait.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +13,34 @@ from typing import Any
 
 from headrace.types import WorkerActivity
 
+BOOKKEEPING, ROLLOUTS, GATHER, ENVIRONMENT = "bookkeeping", "rollouts", "gather", "environment"
+_WAITS = (ENVIRONMENT, GATHER)
+
+
+def _none() -> float:
+    return 0.0
+
 
 class ActivityMeter:
-    """A state machine over time: each stretch belongs to exactly one state, so the parts sum to the whole."""
+    """A state machine over time: each stretch belongs to exactly one state, so the parts sum to the whole.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    `clock`: wall time; `processor_clock`: time in which this thread had a processor; both in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], processor_clock: Callable[[], float] = _none) -> None:
+        self._clock, self._processor_clock = clock, processor_clock
         self._since: float | None = None
-        self._idle_reason = "admission"
+        self._idle_reason = self._stretch = "admission"
+        self._processor_since = 0.0
+        self._step_seconds = 0.0
+        self._stretches: dict[str, float] = {}
         self._running: dict[int, float] = {}
         self._idle: dict[str, float] = {}
         self._apply_seconds = 0.0
         self._work: dict[tuple[int, int, int], list[float]] = {}
         self.last_seconds = 0.0
         """Of the last step."""
+        self._last_work = 0.0
         self._verify_seconds = 0.0
         self._counters: dict[str, float] = {}
 
@@ -36,29 +56,36 @@ class ActivityMeter:
         self._close()
         self._since = None
 
-    def idle(self, reason: str) -> None:
-        """From now on nothing is computed, for this reason."""
+    def idle(self, reason: str, *, between: str | None = None) -> None:
+        """From now on nothing is computed, for this reason. `between`: what the stretch as a whole is, where it is part of a longer one:
+        `gather` while somebody could be served, else what is waited for."""
         self._close()
-        self._idle_reason = reason
+        self._idle_reason, self._stretch = reason, between or reason
+        if reason in _WAITS:
+            self._processor_since = self._processor_clock()
 
-    def busy(self, running: int, tokens: int = 0, context_tokens: int = 0) -> None:
-        """The stretch that just ended was a step of so many sequences. Of a decode step: the tokens computed and the context they read."""
+    def busy(self, running: int, work_seconds: float, tokens: int = 0, context_tokens: int = 0) -> None:
+        """The stretch that just ended was a step of so many sequences, of which the model worked `work_seconds`. Of a decode step: the tokens
+        computed and the context they read."""
         seconds = self.last_seconds = self._elapsed()
-        self._running[running] = self._running.get(running, 0.0) + seconds
+        work = self._last_work = min(seconds, work_seconds)
+        self._step_seconds += seconds
+        self._running[running] = self._running.get(running, 0.0) + work
+        self._add_idle(BOOKKEEPING, seconds - work)
         if tokens:
             sums = self._work.setdefault(_kind_of_step(running, tokens, context_tokens), [0, 0, 0, 0, 0.0])
             for index, value in enumerate((1, running, tokens, context_tokens, seconds)):
                 sums[index] += value
 
-    def verified(self, running: int) -> None:
+    def verified(self, running: int, work_seconds: float) -> None:
         """The stretch that just ended checked rollouts while so many sequences, they included, held the device."""
-        self.busy(running)
-        self._verify_seconds += self.last_seconds
+        self.busy(running, work_seconds)
+        self._verify_seconds += self._last_work
 
     def applied(self) -> None:
         """The stretch that just ended took up new weights."""
         seconds = self._elapsed()
-        self._idle["weights"] = self._idle.get("weights", 0.0) + seconds
+        self._add_idle("weights", seconds)
         self._apply_seconds += seconds
 
     def take(self, **counters: float) -> WorkerActivity:
@@ -71,18 +98,33 @@ class ActivityMeter:
             busy_seconds=busy,
             running_seconds=dict(sorted(self._running.items())),
             idle_seconds=dict(sorted(self._idle.items())),
+            step_seconds=self._step_seconds,
+            gap_seconds=self._stretches.get(GATHER, 0.0),
+            environment_seconds=self._stretches.get(ENVIRONMENT, 0.0),
             apply_seconds=self._apply_seconds,
             verify_seconds=self._verify_seconds,
             decode_work=_largest(self._work),
             **since,
         )
-        self._work = {}
+        self._work, self._stretches, self._step_seconds = {}, {}, 0.0
         self._running, self._idle, self._apply_seconds, self._verify_seconds, self._counters = {}, {}, 0.0, 0.0, counters
         return activity
 
     def _close(self) -> None:
-        if self._since is not None and (seconds := self._elapsed()) > 0:
-            self._idle[self._idle_reason] = self._idle.get(self._idle_reason, 0.0) + seconds
+        if self._since is None or (seconds := self._elapsed()) <= 0:
+            return
+        self._stretches[self._stretch] = self._stretches.get(self._stretch, 0.0) + seconds
+        if self._idle_reason in _WAITS:
+            now = self._processor_clock()
+            at_work = min(seconds, now - self._processor_since)
+            self._processor_since = now
+            self._add_idle(ROLLOUTS, at_work)
+            seconds -= at_work
+        self._add_idle(self._idle_reason, seconds)
+
+    def _add_idle(self, reason: str, seconds: float) -> None:
+        if seconds > 0:
+            self._idle[reason] = self._idle.get(reason, 0.0) + seconds
 
     def _elapsed(self) -> float:
         now = self._clock()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from headrace.sampler.attention import make_plan
 from headrace.sampler.model import ServedModel
-from headrace.sampler.sampling import draw, stream_key, uniforms
+from headrace.sampler.sampling import stream_key
+from headrace.sampler.work import work
 from headrace.types import RolloutKey, SamplingParameters
 
 _REPEATS = 5
@@ -14,7 +13,10 @@ _SUFFICIENT = 0.9
 
 
 def measure_capacity(model: ServedModel, max_running: int, max_context_tokens: int) -> tuple[int, float]:
-    """(capacity, best tokens/s) of decode steps with half-full contexts on a scratch cache; the least time of some repeats counts."""
+    """(capacity, best tokens/s) of decode steps with half-full contexts on a scratch cache: of the model's work, as busy seconds are.
+
+    The least time of some repeats counts.
+    """
     sizes = _sizes(max_running)
     context = max(2, max_context_tokens // 2)
     cache = model.new_cache(max_running, context)
@@ -24,10 +26,8 @@ def measure_capacity(model: ServedModel, max_running: int, max_context_tokens: i
         parameters = [SamplingParameters()] * size
         best = float("inf")
         for repeat in range(_REPEATS):
-            start = time.perf_counter()
             plan = make_plan([[0]] * size, [context - 1] * size, list(range(size)), model.device)
-            draw(model.forward(cache, plan, plan.last_R), parameters, uniforms(streams, [repeat] * size))
-            best = min(best, time.perf_counter() - start)
+            best = min(best, work(model, cache, plan, plan.last_R, parameters, streams, [repeat] * size).seconds)
         rates[size] = size / best
     most = max(rates.values())
     return next(size for size in sizes if rates[size] >= _SUFFICIENT * most), most

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from time import perf_counter
 
 import torch
 
@@ -21,8 +22,9 @@ from headrace.sampler.attention import SHORT_TOKENS, make_plan
 from headrace.sampler.distributions import DistributionStore
 from headrace.sampler.model import ServedModel
 from headrace.sampler.rows import Row, SlotTable
-from headrace.sampler.sampling import draw, entropies, uniforms
+from headrace.sampler.sampling import Draws
 from headrace.sampler.verification import Verifier
+from headrace.sampler.work import work
 from headrace.types import PolicyVersion, RolloutKey, StopReason
 
 
@@ -64,6 +66,8 @@ class Engine:
         self.last_step_tokens = 0
         self.last_step_context = 0
         """Tokens of the contexts that the last step read, summed over its rows."""
+        self.last_work_seconds = 0.0
+        """Of the last step: the model's work in it."""
         self.prefill_tokens = 0
         self.applied_updates = 0
         self._weights = weights
@@ -205,6 +209,7 @@ class Engine:
         self._admit()
         rows, counts = self._choose_rows()
         if not rows:
+            self.last_work_seconds = 0.0
             return 0
         plan = make_plan(
             [row.tokens[row.cached : row.cached + count] for row, count in zip(rows, counts, strict=True)],
@@ -220,13 +225,23 @@ class Engine:
                 drawing.append(row)
                 where.append(index)
         last = plan.last_R if len(where) == len(rows) else plan.last_R[where]
-        logits_RV = self.model.forward(self.cache, plan, last)
+        done = work(
+            self.model,
+            self.cache,
+            plan,
+            last,
+            [row.request.sampling for row in drawing],
+            [row.stream for row in drawing],
+            [row.begun + len(row.logprobs) for row in drawing],
+            measures_entropy=self._measures_entropy,
+        )
+        self.last_work_seconds = done.seconds
         self.decode_steps += 1
         self.last_step_tokens = plan.num_tokens
         self.last_step_context = sum(row.cached for row in rows)
         self.prefill_tokens += plan.num_tokens - len(drawing)
-        if drawing:
-            self._draw(drawing, logits_RV)
+        if done.draws is not None:
+            self._spread(drawing, done.draws, done.entropies)
         return len(rows)
 
     def _admit(self) -> None:
@@ -247,13 +262,12 @@ class Engine:
             counts.append(count)
         return rows, counts
 
-    def _draw(self, rows: list[Row], logits_RV: torch.Tensor) -> None:
-        numbers = uniforms([row.stream for row in rows], [row.begun + len(row.logprobs) for row in rows])
-        draws = draw(logits_RV, [row.request.sampling for row in rows], numbers)
+    def _spread(self, rows: list[Row], draws: Draws, entropies: list[float] | None) -> None:
+        """Each row gets its token; those that end go."""
         if self.distributions.in_use:
             self._keep_distributions(rows, draws.logprobs_RV)
-        if self._measures_entropy:
-            for row, entropy in zip(rows, entropies(draws.logprobs_RV), strict=True):
+        if entropies is not None:
+            for row, entropy in zip(rows, entropies, strict=True):
                 if row.entropies is None:
                     row.entropies = []
                 row.entropies.append(entropy)
@@ -368,11 +382,15 @@ class Engine:
         return budget // size if most is None else min(budget // size, max(most, self.settings.max_running))
 
 
-def score_batch(model: ServedModel, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probability of each token given those before it, temperature 1; [len - 1] each. One forward, its own scratch cache."""
+def score_batch(model: ServedModel, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], float]:
+    """(log-probability of each token given those before it, temperature 1, [len - 1] each; seconds of the model's work).
+
+    One forward, its own scratch cache.
+    """
     lengths = [len(sequence) - 1 for sequence in sequences]
     cache = model.new_cache(len(sequences), max(lengths))
     plan = make_plan([list(sequence[:-1]) for sequence in sequences], [0] * len(sequences), list(range(len(sequences))), model.device)
+    started = perf_counter()
     logits_NV = model.forward(cache, plan, torch.arange(plan.num_tokens, device=model.device))
     targets = [list(sequence[1:]) for sequence in sequences]
     scores: list[list[float]] = []
@@ -380,4 +398,4 @@ def score_batch(model: ServedModel, sequences: Sequence[Sequence[int]]) -> list[
         part = torch.log_softmax(logits_NV[last + 1 - len(target) : last + 1].double(), -1)
         index = torch.tensor(target, device=model.device)[:, None]
         scores.append(part.gather(-1, index)[:, 0].clamp_(max=0.0).tolist())
-    return scores
+    return scores, perf_counter() - started

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from headrace.config import SamplerSettings
 from headrace.errors import HeadraceError
 from headrace.roles import Tokenizer, WaitingFor, WeightReader
-from headrace.sampler.activity import ActivityMeter
+from headrace.sampler.activity import BOOKKEEPING, ENVIRONMENT, GATHER, ROLLOUTS, ActivityMeter
 from headrace.sampler.applying import DrainedSlots
 from headrace.sampler.capacity import measure_capacity
 from headrace.sampler.engine import Engine, score_batch
@@ -70,7 +70,7 @@ class TransformersSampler:
         self._full = asyncio.Event()
         self._applied = asyncio.Event()
         self._target = GatherTarget()
-        self._meter = ActivityMeter(_loop_time)
+        self._meter = ActivityMeter(_loop_time, time.thread_time)
         self._drained = DrainedSlots()
         self._verify_ahead_seconds = 0.0
         """What verification has had more of than decoding since it last ran."""
@@ -212,10 +212,10 @@ class TransformersSampler:
             self._meter.stop()
 
     async def _once(self, waiting_for: WaitingFor) -> None:
-        """One turn: weights, then a wait, or a step. Handing out answers and collecting requests counts as `gather` while others could run."""
+        """One turn: weights, then a wait, or a step; then the loop's other work."""
         engine, meter = self._engine, self._meter
         self._wake.clear()
-        meter.idle("gather")
+        meter.idle(BOOKKEEPING, between=GATHER)
         self._take_up_weights()
         self._drained.note(meter.time, engine.num_drained_slots)
         verifying = engine.verifier.has_work
@@ -224,17 +224,17 @@ class TransformersSampler:
             await self._wake.wait()
             return
         if engine.has_work:
-            if engine.can_grow and engine.num_ready < self._target.rows and waiting_for() == "environment" and not verifying:
+            if engine.can_grow and engine.num_ready < self._target.rows and waiting_for() == ENVIRONMENT and not verifying:
                 await self._gather()
                 self._take_up_weights()  # a key step may have come
-            meter.busy(engine.step(), engine.last_step_tokens, engine.last_step_context)
+            meter.busy(engine.step(), engine.last_work_seconds, engine.last_step_tokens, engine.last_step_context)
             self._target.observe_step(engine.last_step_tokens, meter.last_seconds, meter.time)
             self._verify_ahead_seconds -= meter.last_seconds
         if verifying:
             self._verify_some()
         if self._scores:
-            meter.busy(self._score_some())
-        meter.idle("gather" if engine.num_ready else waiting_for())
+            meter.busy(*self._score_some())
+        meter.idle(ROLLOUTS, between=GATHER if engine.num_ready else waiting_for())
         await self._give_way()
 
     def _take_up_weights(self) -> None:
@@ -250,7 +250,7 @@ class TransformersSampler:
             return
         served = engine.verifier.step(engine.version, budget_beside(num_running, self._settings.max_prefill_tokens))
         if served:
-            self._meter.verified(num_running + served)
+            self._meter.verified(num_running + served, engine.verifier.last_work_seconds)
             self._verify_ahead_seconds = self._meter.last_seconds
 
     async def _give_way(self) -> None:
@@ -266,15 +266,16 @@ class TransformersSampler:
     async def _gather(self) -> None:
         """Waits for more requests, up to gather_seconds, until the batch is full or more would not pay."""
         self._full.clear()
+        self._meter.idle(GATHER)
         try:
             async with asyncio.timeout(self._settings.gather_seconds):
                 await self._full.wait()
         except TimeoutError:
             pass
-        self._meter.idle("gather")
+        self._meter.idle(BOOKKEEPING, between=GATHER)
 
-    def _score_some(self) -> int:
-        """One forward over jobs of like length."""
+    def _score_some(self) -> tuple[int, float]:
+        """One forward over jobs of like length. (Sequences, seconds of the model's work)"""
         budget = min(self._settings.max_prefill_tokens, max(1, _SCORE_LOGITS // self._model.vocabulary_size))
         alive = sorted((job for job in self._scores if not job.future.done()), key=lambda job: len(job.sequence))
         taken: list[_ScoreJob] = []
@@ -284,10 +285,12 @@ class TransformersSampler:
                 break
             taken.append(job)
         self._scores = deque(alive[len(taken) :])
-        if taken:
-            for job, scores in zip(taken, score_batch(self._model, [job.sequence for job in taken]), strict=True):
-                job.future.set_result(scores)
-        return len(taken)
+        if not taken:
+            return 0, 0.0
+        results, seconds = score_batch(self._model, [job.sequence for job in taken])
+        for job, scores in zip(taken, results, strict=True):
+            job.future.set_result(scores)
+        return len(taken), seconds
 
     def _check(self, request: SampleRequest) -> None:
         length, sampling = len(request.tokens), request.sampling

@@ -76,7 +76,7 @@ def test_curves_give_the_whole_time_that_was_measured(directory: Path, profile: 
     recording = read_recording(directory)
     updates = [(line["statistics"]["padded_tokens"], line["seconds"]) for line in recording.updated[1:]]
     assert sum(profile.learn.fit.seconds(1, 4096, tokens) for tokens, _ in updates) == pytest.approx(sum(seconds for _, seconds in updates))
-    busy = sum(line["activity"]["busy_seconds"] for line in recording.active)
+    busy = sum(line["activity"]["step_seconds"] for line in recording.active)
     steps = [(profile.decode.fit.seconds(point.running, point.context_tokens, point.tokens - point.running), point.count) for point in profile.decode.points]
     assert sum(seconds * count for seconds, count in steps) == pytest.approx(busy)
 
@@ -86,6 +86,7 @@ def test_weight_update_and_gaps_are_means_of_what_was_reported(profile: Profile)
     assert profile.weight_update.publish_seconds == pytest.approx(0.002)
     assert profile.weight_update.pause_seconds == pytest.approx(0.004)
     assert profile.decode.gap_seconds == pytest.approx(run.GAP_SECONDS)
+    assert profile.decode.work_share == pytest.approx(run.WORK_SHARE)
 
 
 def test_groups_capacity_and_steady_state_are_those_of_the_run(profile: Profile) -> None:

@@ -37,7 +37,8 @@ def test_an_idle_sampler_sets_no_timer_and_names_what_it_waits_for() -> None:
     async def both() -> None:
         await main()
         activity = sampler.take_activity()
-        assert activity.idle_seconds == {"admission": 10.0, "environment": 7.0}
+        assert activity.idle_seconds["admission"] == 10.0
+        assert activity.environment_seconds == 7.0 == pytest.approx(activity.idle_seconds["environment"] + activity.idle_seconds.get("rollouts", 0.0))
         assert activity.seconds == 17.0
         assert activity.busy_seconds == 0.0
 
@@ -75,12 +76,55 @@ def test_time_in_new_weights_is_idle_for_weights() -> None:
     meter.start()
     meter.idle("gather")
     meter.applied()
-    meter.busy(8)
+    meter.busy(8, 1.5)
     activity = meter.take(decode_steps=1, prefill_tokens=0, sampled_tokens=8, applied_updates=1)
-    assert activity.idle_seconds == {"admission": 1.0, "weights": 0.5, "gather": 0.5}
-    assert activity.running_seconds == {8: 2.0}
+    assert activity.idle_seconds == {"admission": 1.0, "weights": 0.5, "gather": 0.5, "bookkeeping": 0.5}
+    assert activity.running_seconds == {8: 1.5}
     assert activity.apply_seconds == 0.5
     assert activity.seconds == 4.0
+
+
+def test_busy_is_the_models_work_and_what_a_step_takes_beside_it_is_bookkeeping() -> None:
+    times = iter([0.0, 1.0, 3.0, 4.0, 4.0])
+    meter = ActivityMeter(lambda: next(times))
+    meter.start()
+    meter.idle("gather")
+    meter.busy(4, 1.25, tokens=4, context_tokens=40)
+    meter.verified(2, 3.0)  # no more than the stretch: two clocks
+    activity = meter.take(decode_steps=1, prefill_tokens=0, sampled_tokens=4, applied_updates=0)
+    assert activity.busy_seconds == 2.25 and activity.verify_seconds == 1.0
+    assert activity.idle_seconds == {"admission": 1.0, "bookkeeping": 0.75}
+    assert activity.step_seconds == 3.0
+    assert activity.decode_work[0][4] == 2.0  # whole steps are what takes time
+
+
+def test_a_wait_in_which_this_thread_had_the_processor_was_the_rollouts_python() -> None:
+    times, processor = iter([0.0, 0.0, 10.0, 12.0, 15.0]), iter([1.0, 1.5, 2.0, 2.25])
+    meter = ActivityMeter(lambda: next(times), lambda: next(processor))
+    meter.start()
+    meter.idle("environment")
+    meter.idle("gather")
+    meter.idle("rollouts", between="gather")
+    activity = meter.take(decode_steps=0, prefill_tokens=0, sampled_tokens=0, applied_updates=0)
+    assert activity.idle_seconds == {"environment": 9.5, "gather": 1.75, "rollouts": 3.75}
+    assert (activity.environment_seconds, activity.gap_seconds) == (10.0, 5.0)
+    assert activity.seconds == 15.0
+
+
+def test_busy_seconds_of_real_steps_are_less_than_the_steps_and_the_rest_has_a_name() -> None:
+    sampler = make_sampler()
+
+    async def main() -> None:
+        sampler.take_activity()
+        await asyncio.gather(*(sampler.sample(request([1, 2], group=group, max_action_tokens=10)) for group in range(5)))
+        await sampler.score([[1, 2, 3]])
+        activity = sampler.take_activity()
+        assert 0 < activity.busy_seconds < activity.step_seconds
+        assert activity.busy_seconds + activity.idle_seconds["bookkeeping"] >= activity.step_seconds
+        assert activity.idle_seconds["rollouts"] > 0
+        assert set(activity.idle_seconds) <= {"bookkeeping", "rollouts", "admission", "gather"}
+
+    asyncio.run(beside(sampler, main()))
 
 
 def test_answers_that_trickle_in_are_gathered_into_one_step_while_environments_are_awaited() -> None:
