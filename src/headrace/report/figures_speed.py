@@ -20,7 +20,7 @@ def decode_latency(run: RunRecord) -> Chart | None:
     data = []
     for color, octave in zip(_COLORS, sorted(largest), strict=False):
         points = curves[octave]
-        name = "contexts up to 1 token" if octave == 0 else f"contexts of {2 ** (octave - 1):,} to {2**octave - 1:,} tokens"
+        name = f"contexts of {2 ** (octave - 1):,} to {2**octave - 1:,} tokens" if octave > 1 else ("contexts under 1 token", "contexts of 1 token")[octave]
         data.append(
             {
                 "type": "scatter", "mode": "lines+markers", "name": name, "x": [point["running"] for point in points],

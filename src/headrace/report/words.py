@@ -85,10 +85,10 @@ def utilization(run: RunRecord) -> str | None:
                 waits.append((device["name"], reason, share))
     if not waits:
         return text + "."
-    # many devices: the longest wait of each reason is enough
+    # many devices: the longest idle time of each reason is enough
     longest = {reason: (name, share) for name, reason, share in sorted(waits, key=lambda each: each[2])}
     shown = [f"{name} {words(reason)} {percent(share)} of the time" for reason, (name, share) in longest.items()][-3:]
-    return f"{text}. Longest waits: {'; '.join(shown)}."
+    return f"{text}. Most idle time: {'; '.join(shown)}."
 
 
 def freshness(run: RunRecord) -> str | None:
