@@ -524,6 +524,12 @@ class WorkerActivity:
     """Rollouts whose distributions did not fit or were given up: they cannot be verified."""
     decode_work: Sequence[tuple[int, int, int, int, float]] = ()
     """Steps alike in running batch and context, as sums: (steps, sequences, tokens computed, context tokens read, seconds of the whole steps)."""
+    recomputed_tokens: int = 0
+    """Whose keys and values had been computed for the same rollout before: for want of memory, or because weights came (sampler.recompute_kv, update_mode)."""
+    evicted_tokens: int = 0
+    """Part of recomputed_tokens: for want of memory (sampler.kv_memory_bytes)."""
+    kv_slots: int = 0
+    """Sequences that sampler.kv_memory_bytes holds; 0: not known."""
     step_seconds: float = 0.0
     """Of whole steps: busy_seconds and the bookkeeping around the model's work."""
     gap_seconds: float = 0.0

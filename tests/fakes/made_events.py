@@ -48,7 +48,7 @@ def active(
         in_flight=in_flight,
         activity=WorkerActivity(
             seconds=seconds, busy_seconds=sum(running.values()) + prefill, running_seconds=running, idle_seconds=idle or {}, decode_steps=1,
-            prefill_tokens=0, sampled_tokens=tokens, apply_seconds=0.0, **{"applied_updates": 0, **more},
+            sampled_tokens=tokens, apply_seconds=0.0, **{"applied_updates": 0, "prefill_tokens": 0, **more},
         ),
     )  # fmt: skip
 

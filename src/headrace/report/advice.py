@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ _MANY_FILTERED = 0.5
 _MANY_FAILED = 0.05
 _MANY_OVER_BOUND = 0.05
 _MUCH_VERIFICATION = 0.3
+_MUCH_RECOMPUTED = 0.25
+_MEBIBYTE = 2**20
 
 
 def advice(
@@ -38,6 +41,7 @@ def advice(
     found: list[str] = []
     if rows and rows[0]["allocated_seconds"] >= _MIN_SECONDS:
         found += [text for text in (_bottleneck(summary, rows, settings, pool), _tail(rows, settings)) if text]
+    found += _recomputed(summary["cache"], settings)
     found += _learning(newest, settings, sync=summary["mode"] == "sync")
     found += _key_steps(summary, settings)
     found += _ledger(summary["ledger"])
@@ -85,6 +89,18 @@ def _tail(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str
         f"{worst['name']} is busy {worst['busy_fraction']:.0%} and filled {worst['occupancy']:.0%}: few sequences run at once; "
         f"try {_double(settings, 'pool', 'max_staleness')}, or sampler.max_running={worst['capacity']:.0f} if it is lower"
     )
+
+
+def _recomputed(cache: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Caches of waiting rollouts gave way for want of memory. As much memory as holds a slot for each rollout in flight would keep them all."""
+    if not cache["evicted_tokens"] > _MUCH_RECOMPUTED * cache["prefill_tokens"]:
+        return []
+    share = cache["evicted_tokens"] / cache["prefill_tokens"]
+    remedy, now = "a higher sampler.kv_memory_bytes", settings.get("sampler", {}).get("kv_memory_bytes")
+    if now and cache["slots"]:
+        needed = math.ceil(now / cache["slots"] * max(cache["most_in_flight"], cache["slots"] + 1) / _MEBIBYTE) * _MEBIBYTE
+        remedy = f"sampler.kv_memory_bytes={needed} (now {now}), which holds the {cache['most_in_flight']:,} rollouts in flight"
+    return [f"{share:.0%} of the computed context tokens are computed again, as the caches of waiting rollouts gave way: try {remedy}"]
 
 
 def _learning(newest: Mapping[str, Any] | None, settings: Mapping[str, Any], *, sync: bool) -> list[str]:

@@ -41,7 +41,7 @@ class RunSummary:
                 self._newest["updated"] = {"version": line["resumed_from_update"]}
                 self._upkeep.out.all_lost()
             case "worker_active":
-                self._upkeep.add_activity(line["activity"])
+                self._upkeep.add_activity(line["activity"], in_flight=line["in_flight"])
             case "updated":
                 self._newest["updated"] = line
                 if line["statistics"] is not None:
@@ -152,6 +152,7 @@ class _Upkeep:
         self._asked = self._returned = self._cut = self._refreshed_tokens = self._refreshed_key_steps = 0
         self._verify_seconds, self._verify_tokens, self._unkept = 0.0, 0, 0
         self._applied, self._delay_seconds, self._parked = 0, 0.0, 0
+        self._prefill = self._recomputed = self._evicted = self._slots = self._most_in_flight = 0
 
     def add_asked(self, line: Line) -> None:
         self._asked += line["rollouts"]
@@ -164,7 +165,7 @@ class _Upkeep:
         self._refreshed_tokens += line["refreshed"]
         self._refreshed_key_steps += line["refreshed_keys"]
 
-    def add_activity(self, activity: Mapping[str, Any]) -> None:
+    def add_activity(self, activity: Mapping[str, Any], *, in_flight: int) -> None:
         """Logs from before these counters have none of them."""
         self._verify_seconds += activity.get("verify_seconds", 0.0)
         self._verify_tokens += activity.get("verify_tokens", 0)
@@ -172,6 +173,11 @@ class _Upkeep:
         self._applied += activity.get("applied_updates", 0)
         self._delay_seconds += activity.get("apply_delay_seconds", 0.0)
         self._parked += activity.get("num_parked", 0)
+        self._prefill += activity.get("prefill_tokens", 0)
+        self._recomputed += activity.get("recomputed_tokens", 0)
+        self._evicted += activity.get("evicted_tokens", 0)
+        self._slots = activity.get("kv_slots", 0) or self._slots
+        self._most_in_flight = max(self._most_in_flight, in_flight)
 
     def result(self) -> dict[str, Any]:
         return {
@@ -181,6 +187,10 @@ class _Upkeep:
             },
             "apply_delay_seconds": self._delay_seconds / self._applied if self._applied else None,
             "parked": self._parked,
+            "cache": {
+                "prefill_tokens": self._prefill, "recomputed_tokens": self._recomputed, "evicted_tokens": self._evicted,
+                "slots": self._slots or None, "most_in_flight": self._most_in_flight,
+            },
         }  # fmt: skip
 
 

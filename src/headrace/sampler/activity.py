@@ -88,8 +88,8 @@ class ActivityMeter:
         self._add_idle("weights", seconds)
         self._apply_seconds += seconds
 
-    def take(self, **counters: float) -> WorkerActivity:
-        """The work since the last take; the arguments are cumulative counters, named like the fields of WorkerActivity."""
+    def take(self, *, kv_slots: int = 0, **counters: float) -> WorkerActivity:
+        """The work since the last take; the arguments are named like the fields of WorkerActivity, `counters` are cumulative."""
         self._close()
         since: dict[str, Any] = {name: value - self._counters.get(name, 0) for name, value in counters.items()}
         busy, idle = sum(self._running.values()), sum(self._idle.values())
@@ -104,6 +104,7 @@ class ActivityMeter:
             apply_seconds=self._apply_seconds,
             verify_seconds=self._verify_seconds,
             decode_work=_largest(self._work),
+            kv_slots=kv_slots,
             **since,
         )
         self._work, self._stretches, self._step_seconds = {}, {}, 0.0

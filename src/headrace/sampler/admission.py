@@ -132,5 +132,5 @@ class Admission:
     def _lay_aside(self, row: Row) -> None:
         """Its cache stays only while the slot is not needed."""
         if row.slot >= 0:
-            self._slots.keep(row.request.key, row.slot, list(row.tokens), row.cached)
+            self._slots.keep(row, list(row.tokens))
             row.slot, row.cached = -1, 0

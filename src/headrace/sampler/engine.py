@@ -69,6 +69,10 @@ class Engine:
         self.last_work_seconds = 0.0
         """Of the last step: the model's work in it."""
         self.prefill_tokens = 0
+        self.recomputed_tokens = 0
+        """Computed for the same rollout before."""
+        self.evicted_tokens = 0
+        """Part of recomputed_tokens: for want of memory."""
         self.applied_updates = 0
         self._weights = weights
         self._tokenizer = tokenizer
@@ -219,6 +223,8 @@ class Engine:
         )
         drawing, where = [], []
         for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if row.cached < row.computed:
+                self._count_recomputed(row, row.cached + count)
             row.cached += count
             if row.cached == len(row.tokens):
                 row.recomputing = False
@@ -243,6 +249,10 @@ class Engine:
         if done.draws is not None:
             self._spread(drawing, done.draws, done.entropies)
         return len(rows)
+
+    def _count_recomputed(self, row: Row, end: int) -> None:
+        self.recomputed_tokens += min(end, row.computed) - row.cached
+        self.evicted_tokens += max(0, min(end, row.evicted) - row.cached)
 
     def _admit(self) -> None:
         self.admission.admit(self.running, self.waiting, draining=self._draining)
@@ -327,7 +337,7 @@ class Engine:
         if error is None:
             self.admission.acted(row)
         if row.keep and error is None:
-            self.slots.keep(row.request.key, row.slot, row.tokens, row.cached)
+            self.slots.keep(row, row.tokens)
             row.slot = -1
         else:
             self._free(row)
@@ -361,7 +371,7 @@ class Engine:
         """No cache of older weights is read again; with `discard` the actions in progress are drawn again too."""
         self.slots.invalidate_kept()
         for row in (*self.running, *self.waiting):
-            row.cached = 0
+            row.invalidate()
         for row in (*self.running, *self.waiting):
             if discard and row.logprobs:
                 row.discard()

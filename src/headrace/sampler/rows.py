@@ -21,8 +21,10 @@ class Row:
     __slots__ = (
         "begun",
         "cached",
+        "computed",
         "discarded",
         "entropies",
+        "evicted",
         "future",
         "keep",
         "keeps_distribution",
@@ -60,6 +62,10 @@ class Row:
         self.entropies: list[float] | None = None
         """Of the drawn tokens' distributions, nats; None while none was measured."""
         self.cached = 0
+        self.computed = 0
+        """Leading tokens that were computed for this rollout before `cached` last shrank: what of them is computed now is computed again."""
+        self.evicted = 0
+        """Those of them whose cache gave way for want of memory."""
         self.slot = -1
         self.logprobs: list[float] = []
         self.spans: list[tuple[PolicyVersion, int]] = []
@@ -79,11 +85,17 @@ class Row:
         self.tokens.append(token)
         self.logprobs.append(logprob)
 
+    def invalidate(self) -> None:
+        """Its cache is of older weights."""
+        self.computed = max(self.computed, self.cached)
+        self.cached = self.evicted = 0
+
     def discard(self) -> None:
         """Throws the drawn tokens away. They are drawn again from the same random numbers: whether an action is discarded depends
         on how long it runs, and fresh numbers would therefore favour short actions."""
         self.discarded += len(self.logprobs)
         del self.tokens[self.num_context :]
+        self.computed = min(self.computed, self.num_context)  # other tokens may come in their place
         self.logprobs.clear()
         self.spans.clear()
         self.entropies = None
@@ -110,6 +122,19 @@ class Kept:
     slot: int
     tokens: list[int]
     cached: int
+    computed: int
+    """At least `cached`: of weights before as well."""
+
+
+@dataclass(slots=True)
+class _Evicted:
+    """What is known of a rollout whose cache gave way: enough to tell later what is computed again for that."""
+
+    cached: int
+    computed: int
+    num_tokens: int
+    digest: int
+    """Of the tokens, which are not kept."""
 
 
 class SlotTable:
@@ -118,6 +143,7 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
         self._kept: OrderedDict[RolloutKey, Kept] = OrderedDict()
+        self._evicted: dict[RolloutKey, _Evicted] = {}
         self.num_evicted = 0
 
     @property
@@ -134,26 +160,35 @@ class SlotTable:
             return self._free.pop()
         if not self._kept:
             return None
-        _, kept = self._kept.popitem(last=False)
+        key, kept = self._kept.popitem(last=False)
         self.num_evicted += 1
+        self._evicted[key] = _Evicted(kept.cached, kept.computed, len(kept.tokens), hash(tuple(kept.tokens)))
         return kept.slot
 
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
-    def keep(self, key: RolloutKey, slot: int, tokens: list[int], cached: int) -> None:
-        self.forget(key)
-        self._kept[key] = Kept(slot, tokens, cached)
+    def keep(self, row: Row, tokens: list[int]) -> None:
+        """The slot of the row's rollout with what it holds of `tokens`."""
+        self.forget(row.request.key)
+        self._kept[row.request.key] = Kept(row.slot, tokens, row.cached, max(row.computed, row.cached))
 
     def resume(self, row: Row) -> None:
         """Hands the row the slot that its rollout kept, and as much of the cache as its context continues."""
         kept = self._kept.pop(row.request.key, None)
         if kept is None:
+            self._recall(row)
             return
         row.slot = kept.slot
         # The last token's logits are wanted, so at least one token is computed.
         if _begins_with(row.tokens, kept.tokens):
             row.cached = min(kept.cached, len(row.tokens) - 1)
+            row.computed = kept.computed
+
+    def _recall(self, row: Row) -> None:
+        evicted = self._evicted.pop(row.request.key, None)
+        if evicted is not None and hash(tuple(row.tokens[: evicted.num_tokens])) == evicted.digest:
+            row.computed, row.evicted = evicted.computed, evicted.cached
 
     def num_known(self, row: Row) -> int:
         """Leading tokens of the row's context that its rollout's cache was kept with: they were served before."""
@@ -161,6 +196,7 @@ class SlotTable:
         return len(kept.tokens) if kept is not None and _begins_with(row.tokens, kept.tokens) else 0
 
     def forget(self, key: RolloutKey) -> None:
+        self._evicted.pop(key, None)
         if (kept := self._kept.pop(key, None)) is not None:
             self._free.append(kept.slot)
 
@@ -168,6 +204,8 @@ class SlotTable:
         """Idle rollouts' keys and values are of older weights and must not be read again."""
         for kept in self._kept.values():
             kept.cached = 0
+        for evicted in self._evicted.values():
+            evicted.cached = 0
 
 
 def _begins_with(tokens: list[int], first: list[int]) -> bool:

@@ -186,6 +186,9 @@ class TransformersSampler:
             verify_tokens=engine.verifier.forward_tokens,
             num_parked=engine.admission.num_parked,
             num_unkept=engine.distributions.num_unkept,
+            recomputed_tokens=engine.recomputed_tokens,
+            evicted_tokens=engine.evicted_tokens,
+            kv_slots=engine.num_slots,
         )
 
     @property

@@ -159,6 +159,14 @@ def test_verification_pace_parking_and_late_updates_are_counted_from_their_event
     assert (summary["parked"], summary["apply_delay_seconds"]) == (2, 0.5)
 
 
+def test_recomputed_tokens_are_summed_over_the_workers_and_the_fullest_worker_is_told() -> None:
+    first = active("sampler-0", 1.0, running={8: 1.0}, prefill_tokens=50, recomputed_tokens=20, evicted_tokens=5, kv_slots=4)
+    second = active("sampler-1", 1.0, running={8: 1.0}, prefill_tokens=10, recomputed_tokens=2, in_flight=9)
+    timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (1.0, first), (1.0, second)]
+    cache = {"prefill_tokens": 60, "recomputed_tokens": 22, "evicted_tokens": 5, "slots": 4, "most_in_flight": 9}
+    assert summarize(lines_of(timed))["cache"] == cache
+
+
 def test_what_a_lost_worker_had_is_out_for_verification_no_more() -> None:
     lost = ev.RoleLost(role="sampler-1", error="e", rollouts=4, losses=1, restarted=True)
     timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), *((0.1, ev.VerificationAsked(role=f"sampler-{n}", rollouts=5 + n)) for n in (0, 1))]
@@ -186,6 +194,7 @@ def test_summary_has_the_agreed_keys_and_values() -> None:
         "useful_tokens_per_second": 10.0, "saturated_tokens_per_second": None, "ledger": {"closes": True},
         "checkpoint": "runs/x/checkpoints/update_000002",
         "failures": [], "pace": None, "parked": 0, "apply_delay_seconds": None,
+        "cache": {"prefill_tokens": 0, "recomputed_tokens": 0, "evicted_tokens": 0, "slots": None, "most_in_flight": 1},
         "verification": {
             "asked": 0, "out": 0, "rollouts": 0, "cut": 0, "refreshed_tokens": 0, "refreshed_key_steps": 0, "seconds": 0.0, "tokens": 0, "unkept": 0,
         },

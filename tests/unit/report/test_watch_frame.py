@@ -316,6 +316,19 @@ def test_verification_that_takes_much_of_the_samplers_time_is_warned_of() -> Non
     assert "verification takes" not in picture(key_step_run(verify_seconds=2.0), settings=settings, width=200)
 
 
+def test_caches_that_give_way_are_warned_of_with_the_memory_that_would_hold_them() -> None:
+    def found(evicted: int, settings: dict[str, Any]) -> list[str]:
+        work = active("sampler-0", 10.0, running={8: 10.0}, prefill_tokens=1000, recomputed_tokens=900, evicted_tokens=evicted, kv_slots=64, in_flight=300)
+        lines = lines_of([(0.0, run_started(SPLIT)), (0.0, window("start")), (10.0, work)])
+        return [text for text in advice(summarize(lines), summarize(lines)["utilization"], settings=settings) if "computed again" in text]
+
+    settings = {"sampler": {"kv_memory_bytes": 64 * 2**20}}
+    assert found(250, settings) == [], "recomputed for other reasons"
+    says = "60% of the computed context tokens are computed again, as the caches of waiting rollouts gave way: try"
+    assert found(600, settings) == [f"{says} sampler.kv_memory_bytes={300 * 2**20} (now {64 * 2**20}), which holds the 300 rollouts in flight"]
+    assert found(600, {}) == [f"{says} a higher sampler.kv_memory_bytes"]
+
+
 def test_stale_filtered_and_failed_shares_are_warned_of() -> None:
     ledger = {
         "closes": True,
