@@ -129,6 +129,8 @@ class _Run:
             journal = self.record.keep(open_journal(directory, self.settings, self.resumption))
             self.conductor = conductor = self._conductor(roles, journal)
             self._note_resumption(conductor, back)
+            for event in roles.start_events:
+                self.record.log.emit(event)
             can_go_back = partial(self._can_go_back, conductor, journal)
             self.restoration.took_up(reached=lambda: conductor.learner.version.number, can_go_back=can_go_back)
             try:

@@ -10,20 +10,24 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace import events as ev
+from headrace.clock import Waits
 from headrace.config import Placement, Settings
 from headrace.errors import WaitTimeoutError, WorkerLostError, first_error
 from headrace.recipe import RecipeCode
+from headrace.restoration import LEARNER
 from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.processes import Alive, RoleProcess
 from headrace.runtime.resumption import Resumption
-from headrace.supervision import Restart
+from headrace.supervision import Restart, Supervision
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, Task, WorkerReport
 from headrace.updates import AdapterLayout, Selection, UpdateResult, WeightUpdate
 from headrace.weights.channel import SharedMemoryChannel
@@ -47,9 +51,13 @@ class LocalRole:
 
     async def restart(self) -> None:
         """Ends the process at once, starts its successor and waits until that is up."""
-        await self.process.stop(0.0)
-        self.process = self._make(True)
+        await self.replace(again=True)
         await limited_hello(self.process, self._settings)
+
+    async def replace(self, *, again: bool) -> None:
+        """Ends the process at once and makes its successor, which nobody has started."""
+        await self.process.stop(0.0)
+        self.process = self._make(again)
 
 
 class LocalWorker:
@@ -193,6 +201,45 @@ async def prepare(settings: Settings, code: RecipeCode, progress: StartupProgres
         await preparation.stop(settings.limits.stop_seconds)
 
 
+class Starting:
+    """Brings roles up. One that is lost before it is up, and did not say why, is started again as one that is lost later (supervision.py)."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.events: list[ev.Event] = []
+        """What to say of it once the run has an event log that begins."""
+
+    def emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+
+    async def role(self, role: LocalRole) -> dict[str, Any]:
+        """What the role says of itself."""
+        return (await self._up(role.name, lambda: [role.process], lambda: role.replace(again=False)))[0]
+
+    async def ranks(self, ranks: list[RoleProcess], make: Callable[[], list[RoleProcess]]) -> dict[str, Any]:
+        """What rank 0 says. They meet while they start, so all of them are made anew when one is lost."""
+
+        async def replace() -> None:
+            await _stop_all(ranks, 0.0)
+            ranks[:] = make()
+
+        return (await self._up(LEARNER, lambda: ranks, replace))[0]
+
+    async def _up(self, name: str, processes: Callable[[], Sequence[RoleProcess]], replace: Callable[[], Awaitable[None]]) -> list[dict[str, Any]]:
+        try:
+            return await self._hellos(processes())
+        except WorkerLostError as error:
+            if not any(process.fell_silent for process in processes()):
+                raise
+            supervision = Supervision(self._settings, self, Waits(), (lambda _: replace()) if self._settings.limits.max_restarts else None)
+            supervision.lost(name, error)
+        return await supervision.restarted(name, lambda: self._hellos(processes()))
+
+    async def _hellos(self, processes: Sequence[RoleProcess]) -> list[dict[str, Any]]:
+        """Once all are up."""
+        return await _all([limited_hello(process, self._settings) for process in processes])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRoles:
     workers: Sequence[LocalWorker]
@@ -204,6 +251,8 @@ class LocalRoles:
     irreplaceable: Sequence[RoleProcess]
     """Those whose end is the end of the run."""
     restart: Restart | None = None
+    start_events: Sequence[ev.Event] = ()
+    """Roles that were lost while they started, and came up after all."""
 
 
 @contextlib.asynccontextmanager
@@ -218,14 +267,17 @@ async def local_roles(
         try:
             channel = stack.enter_context(contextlib.closing(SharedMemoryChannel(prepared.parameter_bytes)))
             layout = CoreLayout.of(settings)
-            address = f"file://{meeting_place}/ranks"
+            meetings = count()
             restored = None if resumption is None else (resumption.checkpoint, resumption.start.lineage, resumption.restore.learning_rate_factor)
-            ranks += [
-                RoleProcess(
-                    f"learner-{rank}", hosts.host_learner, (model, settings, channel, rank, address, restored), core=layout.learner(rank), is_learner=True
-                )
-                for rank in range(settings.run.num_learner_ranks)
-            ]
+
+            def learners() -> list[RoleProcess]:
+                address = f"file://{meeting_place}/ranks-{next(meetings)}"
+                arguments = [(model, settings, channel, rank, address, restored) for rank in range(settings.run.num_learner_ranks)]
+                return [
+                    RoleProcess(f"learner-{rank}", hosts.host_learner, each, core=layout.learner(rank), is_learner=True) for rank, each in enumerate(arguments)
+                ]
+
+            ranks += learners()
 
             def worker(index: int, again: bool) -> RoleProcess:
                 name, core = f"sampler-{index}", layout.sampler(index)
@@ -237,30 +289,33 @@ async def local_roles(
             workers = [LocalRole(partial(worker, index), settings) for index in range(settings.run.num_samplers)]
             evaluators = [LocalRole(evaluator, settings)] if evaluate else []
             replaceable.update((role.name, role) for role in (*workers, *evaluators))
-            facts = await _hellos([*ranks, *(role.process for role in replaceable.values())], settings)
+            starting = Starting(settings)
+            learner, *others = await _all([starting.ranks(ranks, learners), *map(starting.role, replaceable.values())])
+            facts = dict(zip(replaceable, others, strict=True))
             restarts = settings.limits.max_restarts > 0
             yield LocalRoles(
                 workers=[LocalWorker(role) for role in workers],
-                learner=LocalLearner(ranks, facts[ranks[0].name]["version"]),
+                learner=LocalLearner(ranks, learner["version"]),
                 evaluator=LocalEvaluator(evaluators[0], settings) if evaluators else None,
                 end_tokens=facts[workers[0].name]["end_tokens"],
                 has_chat_template=facts[workers[0].name]["has_chat_template"],
                 devices=_devices(settings, facts),
                 irreplaceable=ranks if restarts else [*ranks, *(role.process for role in replaceable.values())],
                 restart=(lambda name: replaceable[name].restart()) if restarts else None,
+                start_events=starting.events,
             )
         finally:
             await _stop_all([*ranks, *(role.process for role in replaceable.values())], settings.limits.stop_seconds)
 
 
-async def _hellos(processes: Sequence[RoleProcess], settings: Settings) -> dict[str, dict[str, Any]]:
-    """What each says of itself, once all are up."""
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, once all are there. Raises the first error."""
     try:
         async with asyncio.TaskGroup() as group:
-            hellos = {process.name: group.create_task(limited_hello(process, settings)) for process in processes}
+            tasks = [group.create_task(each) for each in work]
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
-    return {name: task.result() for name, task in hellos.items()}
+    return [task.result() for task in tasks]
 
 
 async def limited_hello(process: RoleProcess, settings: Settings) -> dict[str, Any]:

@@ -127,6 +127,8 @@ class RoleProcess:
         self._may_end = False
         self._receiving = False
         self._stopped = False
+        self.fell_silent = False
+        """It was lost without having said why: killed, most likely."""
         self.wire: AsyncWire | None = None
 
     @property
@@ -218,6 +220,7 @@ class RoleProcess:
         self._theirs.close()
 
     async def _lost(self) -> WorkerLostError:
+        self.fell_silent = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_SECONDS):
                 await self._ended()
