@@ -21,6 +21,8 @@ _MANY_FILTERED = 0.5
 _MANY_FAILED = 0.05
 _MANY_OVER_BOUND = 0.05
 _MUCH_VERIFICATION = 0.3
+_HARDLY = 0.1
+_NEAR_THE_BOUND = 0.6
 _MUCH_RECOMPUTED = 0.25
 _MEBIBYTE = 2**20
 
@@ -40,7 +42,7 @@ def advice(
     rows, settings = utilization["devices"], settings or {}
     found: list[str] = []
     if rows and rows[0]["allocated_seconds"] >= _MIN_SECONDS:
-        found += [text for text in (_bottleneck(summary, rows, settings, pool), _tail(rows, settings)) if text]
+        found += [text for text in (_bottleneck(summary, rows, settings, pool), _tail(rows, settings), _outrun(summary, rows, settings)) if text]
     found += _recomputed(summary["cache"], settings)
     found += _learning(newest, settings, sync=summary["mode"] == "sync")
     found += _key_steps(summary, settings)
@@ -101,6 +103,18 @@ def _recomputed(cache: Mapping[str, Any], settings: Mapping[str, Any]) -> list[s
         needed = math.ceil(now / cache["slots"] * max(cache["most_in_flight"], cache["slots"] + 1) / _MEBIBYTE) * _MEBIBYTE
         remedy = f"sampler.kv_memory_bytes={needed} (now {now}), which holds the {cache['most_in_flight']:,} rollouts in flight"
     return [f"{share:.0%} of the computed context tokens are computed again, as the caches of waiting rollouts gave way: try {remedy}"]
+
+
+def _outrun(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+    """Samplers faster than the learner: what they finish waits in the pool until it is as old as it may become, and nobody is faster for it."""
+    learners, age = [row for row in rows if row["role"] == "learner"], summary["staleness"]["mean"]
+    bound = settings.get("pool", {}).get("max_staleness")
+    if summary["mode"] == "sync" or not learners or not bound or bound < 2 or age is None:
+        return None
+    if age < _NEAR_THE_BOUND * bound or _mean_share(learners, "batch") > _HARDLY:
+        return None
+    lower = f"pool.max_staleness={bound // 2} (now {bound})"
+    return f"samplers outrun the learner, and what it trains is {age:.1f} updates old: {lower} gives fresher data at about the same pace"
 
 
 def _learning(newest: Mapping[str, Any] | None, settings: Mapping[str, Any], *, sync: bool) -> list[str]:

@@ -216,6 +216,18 @@ def test_learner_that_is_the_bottleneck_is_named() -> None:
     assert "samplers idle 60%: the learner is the bottleneck; try run.num_learner_ranks=2" in picture(lines_of(timed), width=200)
 
 
+def test_data_that_ages_in_the_pool_although_the_learner_never_waits_is_said_to_be_needlessly_old() -> None:
+    def text(waits: float, age: int) -> str:
+        timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start")), (waits, taken(1, waits))]
+        timed += [(10.0, updated(1, seconds=10.0 - waits, busy=10.0 - waits, numbers=statistics({age: 9})))]
+        timed += [(10.0, active("sampler-0", 10.0, running={8: 9.5}, idle={"gather": 0.5}))]
+        return picture(lines_of(timed), settings={"pool": {"max_staleness": 8}}, width=200)
+
+    assert "what it trains is 6.0 updates old: pool.max_staleness=4 (now 8) gives fresher data at about the same pace" in text(waits=0.2, age=6)
+    assert "outrun" not in text(waits=3.0, age=6), "the learner waits: samplers are the slower ones"
+    assert "outrun" not in text(waits=0.2, age=3), "it is not the bound that lets data age"
+
+
 def test_synchronous_run_that_waits_in_turn_is_told_of_async() -> None:
     timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT, mode="sync")), (0.0, window("start"))]
     timed += [(10.0, updated(1, seconds=5.0, busy=5.0)), (10.0, active("sampler-0", 10.0, running={4: 5.0}, idle={"admission": 5.0}))]
