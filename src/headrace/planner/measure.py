@@ -14,6 +14,7 @@ from typing import Any, Literal
 from headrace.errors import ConfigError, Problem
 from headrace.planner.distributions import Distribution
 from headrace.planner.fits import fit_decode, fit_learn
+from headrace.planner.key_steps import key_step_share, measure_checks
 from headrace.planner.observed import observe
 from headrace.planner.overheads import dispatch_seconds, environment_seconds, gap_seconds, handover_seconds, settled, step_seconds, work_share
 from headrace.planner.profile import (
@@ -55,6 +56,8 @@ class Recording:
     directory: Path
     rollouts: list[Line] = field(default_factory=list)
     """rollout_finished, without the failed ones."""
+    deliveries: list[Line] = field(default_factory=list)
+    """The same, and rollout_verified, in order."""
     reserved: dict[int, float] = field(default_factory=dict)
     """When each group was reserved."""
     active: list[Line] = field(default_factory=list)
@@ -99,6 +102,8 @@ def measure(directory: Path, *, kind: Literal["run", "measured"] = "run", origin
         group=group,
         dispatch_seconds=dispatch_seconds(recording),
         rewards=_rewards(recording),
+        key_step_share=key_step_share(recording.rollouts),
+        checks=measure_checks(str(recording.setting("pool", "verify", "off")), recording.deliveries, recording.active),
         observed=observe(recording),
     )
 
@@ -147,6 +152,9 @@ def _collect(lines: Iterable[Line], settings: Mapping[str, Any], directory: Path
         match line["event"]:
             case "rollout_finished" if line["end"] not in _FAILED_ENDS:
                 recording.rollouts.append(line)
+                recording.deliveries.append(line)
+            case "rollout_verified" if line["end"] not in _FAILED_ENDS:
+                recording.deliveries.append(line)
             case "group_reserved":
                 recording.reserved[line["group_id"]] = line["time"]
             case "worker_active":

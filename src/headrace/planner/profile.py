@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from headrace.errors import ConfigError, Problem
 from headrace.planner.distributions import Distribution
 from headrace.planner.fits import DecodeFit, LearnFit
+from headrace.planner.key_steps import Checks
 from headrace.planner.rewards import Rewards
 
 SCHEMA = 1
@@ -208,6 +209,10 @@ class Profile:
     """Of one rollout, outside its own seconds: the conductor's work and the wire, at its start and at its end."""
     rewards: Rewards | None = None
     """None: not known, or of more than two values; no group is left out for its rewards then."""
+    key_step_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of all steps."""
+    checks: Checks | None = None
+    """Verifications; None: none were made."""
     observed: Observed | None = None
 
     @property

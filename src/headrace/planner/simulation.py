@@ -29,7 +29,19 @@ _SETUP: Mapping[str, Sequence[str]] = {
     "run": ("mode", "placement", "seed", "num_updates", "num_samplers", "num_learner_ranks", "max_failed_rollouts_in_a_row"),
     "rollout": ("group_size", "max_attempts"),
     "sampler": ("max_running", "max_in_flight", "gather_seconds", "queue_share", "update_mode", "apply"),
-    "pool": ("groups_per_batch", "max_staleness", "selection", "quorum", "on_expiry", "verify", "pace_key_steps", "no_signal"),
+    "pool": (
+        "groups_per_batch",
+        "max_staleness",
+        "selection",
+        "quorum",
+        "on_expiry",
+        "verify",
+        "verify_after",
+        "verify_rounds",
+        "pace_key_steps",
+        "max_key_staleness",
+        "no_signal",
+    ),
     "learner": ("num_minibatches", "num_epochs", "micro_batch_tokens"),
 }
 """Settings that change how long what takes, and who waits for whom; those that the simulation refuses too."""

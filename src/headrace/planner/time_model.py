@@ -61,6 +61,9 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
         # a sampler has an update when its pause is over
         transfer_seconds=max(0.0, update.transfer_seconds - update.pause_seconds),
         pause_seconds=update.pause_seconds,
+        verify_seconds=_verify_seconds(profile),
+        rejects=profile.checks.rejects if profile.checks is not None and profile.checks.verify == settings.pool.verify else None,
+        key_step_share=profile.key_step_share,
         num_cores=cores,
         dispatch_seconds=profile.dispatch_seconds,
         report_seconds=REPORT_SECONDS,
@@ -71,6 +74,11 @@ def time_model(profile: Profile, settings: Settings, *, failures: float = 0.0, l
 def _observation_seconds(profile: Profile) -> Callable[[int], float]:
     prefill = profile.prefill
     return lambda tokens: prefill.overhead_seconds + tokens / prefill.tokens_per_second if tokens else 0.0
+
+
+def _verify_seconds(profile: Profile) -> Callable[[int], float]:
+    each = 0.0 if profile.checks is None else profile.checks.seconds_per_token
+    return lambda tokens: each * tokens
 
 
 def _batch_ratio(profile: Profile, settings: Settings) -> float:
@@ -107,7 +115,7 @@ def rollout_planner(profile: Profile, *, failures: float = 0.0, batch_ratio: flo
     answers, prompts, counts, waits = (_Draws(each, fades) for each in measured)
     shared = shared_part(lengths.answer_tokens, profile.group.size, profile.group.tailness)
     own, both = math.sqrt(1.0 - shared), math.sqrt(shared)
-    rewards = profile.rewards
+    rewards, marked = profile.rewards, profile.key_step_share
     progress = None if rewards is None else Progress(rewards, group_size=profile.group.size, batch_ratio=batch_ratio)
 
     @lru_cache(maxsize=1024)
@@ -134,7 +142,10 @@ def rollout_planner(profile: Profile, *, failures: float = 0.0, batch_ratio: flo
         observation_tokens = round(prompts.at(level if several else stream.random(), version))
         actions, observations = _spread(action_tokens, count), _spread(observation_tokens, count)
         # a step's wait has a time of its own whatever the run's version: drifts of waits are of the whole
-        steps = tuple(PlannedStep(seen, done, waits.at(stream.random(), version)) for seen, done in zip(observations, actions, strict=True))
+        steps = tuple(
+            PlannedStep(seen, done, waits.at(stream.random(), version), marked > 0 and stream.random() < marked)
+            for seen, done in zip(observations, actions, strict=True)
+        )
         return PlannedRollout(steps=steps, reward=float(stream.random() < success(request, version)), fails=stream.random() < failures)
 
     return plan

@@ -55,21 +55,32 @@ class SimulatedTasks:
         return Task(id=f"simulated-{self.position}", data={}, kind="simulated")
 
 
-def check_settings(settings: Settings) -> None:
-    """Raises ConfigError naming every setting that the simulation does not know."""
-    wanted = (
-        ("pool.verify", settings.pool.verify, Verify.OFF),
-        ("sampler.update_mode", settings.sampler.update_mode, UpdateMode.KEEP),
-        ("sampler.apply", settings.sampler.apply, Apply.EVERY_STEP),
-        ("pool.pace_key_steps", settings.pool.pace_key_steps, False),
-    )
+def check_settings(settings: Settings, model: TimeModel) -> None:
+    """Raises ConfigError naming every setting that the simulation does not know, or for which the model lacks what was to be measured."""
+    pool, sampler = settings.pool, settings.sampler
+    wanted = (("sampler.update_mode", sampler.update_mode, UpdateMode.KEEP), ("sampler.apply", sampler.apply, Apply.EVERY_STEP))
     problems = [
         Problem(key=key, value=str(value), limit=str(known), message=f"'{key}' is '{value}', which the simulation does not know.", remedy=f"Set {key}={known}.")
         for key, value, known in wanted
         if value != known
     ]
+    if pool.verify is not Verify.OFF and model.rejects is None:
+        message = (
+            f"'pool.verify' is '{pool.verify}', and the profile's run made no verification of that kind: what it accepts and takes is not known ('checks')."
+        )
+        problems.append(
+            Problem(key="pool.verify", value=str(pool.verify), limit="off", message=message, remedy=_PROFILE_WITH.format(f"pool.verify={pool.verify}"))
+        )
+    needs_marks = pool.pace_key_steps or pool.verify is Verify.KEY_STEPS
+    if needs_marks and model.key_step_share == 0:
+        key, value = ("pool.pace_key_steps", "True") if pool.pace_key_steps else ("pool.verify", str(pool.verify))
+        message = f"'{key}' is '{value}', and the profile's run marked no step ('key_step_share' is 0)."
+        problems.append(Problem(key=key, value=value, limit="off, or a profile with key steps", message=message, remedy=_PROFILE_WITH.format("marks")))
     if problems:
         raise ConfigError(problems)
+
+
+_PROFILE_WITH = "Profile a run with {} (headrace profile RUN), or leave it off."
 
 
 def simulate(
@@ -79,7 +90,7 @@ def simulate(
 
     Where the model knows nothing of rewards, pool.no_signal should be `train`: no group is filtered for them then.
     """
-    check_settings(settings)
+    check_settings(settings, model)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"record_trajectories": RecordTrajectories.NONE})})
     return clock.run_virtual(_simulate(settings, model, run_directory, name, subscribers))
 

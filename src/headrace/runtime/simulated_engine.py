@@ -154,6 +154,10 @@ class DecodeEngine:
     def idle(self, reason: str, seconds: float) -> None:
         self._activity.idle(reason, seconds)
 
+    def checked(self, seconds: float, tokens: int) -> None:
+        """Trajectories of so many tokens, between two steps."""
+        self._activity.checked(seconds, tokens)
+
     def take_activity(self) -> WorkerActivity:
         """Since the last call, up to the last whole step."""
         activity, self._activity = self._activity.result(), ActivitySums(self._model.work_share)
@@ -228,7 +232,8 @@ class ActivitySums:
         self._idle: dict[str, float] = {}
         self._work: dict[tuple[int, int, int], list[float]] = {}
         self._steps = self._observed = self._sampled = self._applied = 0
-        self._apply_seconds = 0.0
+        self._apply_seconds = self._verify_seconds = 0.0
+        self._verify_tokens = 0
 
     def decoded(self, running: int, steps: int, seconds: float, gap: float, observed: int, read: int) -> None:
         """`seconds` of whole steps, and between them `gap`, which is the rollouts' Python."""
@@ -256,13 +261,18 @@ class ActivitySums:
         if reason == "environment":
             self._environment_seconds += seconds
 
+    def checked(self, seconds: float, tokens: int) -> None:
+        """Work of the model, with nothing running."""
+        self._verify_seconds += seconds
+        self._verify_tokens += tokens
+
     def applied(self, seconds: float) -> None:
         self.idle("weights", seconds)
         self._applied += 1
         self._apply_seconds += seconds
 
     def result(self) -> WorkerActivity:
-        busy, idle = sum(self._running.values()), sum(self._idle.values())
+        busy, idle = sum(self._running.values()) + self._verify_seconds, sum(self._idle.values())
         work = sorted(self._work.values(), key=lambda sums: -sums[4])[:_MAX_KINDS]
         return WorkerActivity(
             seconds=busy + idle,
@@ -276,6 +286,8 @@ class ActivitySums:
             prefill_tokens=self._observed,
             sampled_tokens=self._sampled,
             apply_seconds=self._apply_seconds,
+            verify_seconds=self._verify_seconds,
+            verify_tokens=self._verify_tokens,
             applied_updates=self._applied,
             decode_work=tuple((int(a), int(b), int(c), int(d), seconds) for a, b, c, d, seconds in work),
         )

@@ -88,11 +88,12 @@ class _Tally:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._histogram: dict[int, int] = {}
+        self._key_histogram: dict[int, int] = {}
         self._trajectories = self._forward_tokens = 0
 
     def outcome(self, member: SelectedMember, version: int) -> MemberOutcome:
         """`version`: of the learner when it updates on this member."""
-        summary, stale, trained = member.summary, 0, 0
+        summary, stale, trained, key, over = member.summary, 0, 0, 0, 0
         for count in summary.versions:
             age = version - count.version.number
             if age > self._selection.max_staleness:
@@ -100,17 +101,29 @@ class _Tally:
             else:
                 trained += count.unmarked
                 self._histogram[age] = self._histogram.get(age, 0) + count.unmarked
+            if count.key:  # trained however old they are
+                key, over = key + count.key, over + count.key * (age > self._selection.max_key_staleness)
+                self._histogram[age] = self._histogram.get(age, 0) + count.key
+                self._key_histogram[age] = self._key_histogram.get(age, 0) + count.key
+        trained += key
+        key_steps = member.num_key_steps
         self._trajectories += trained > 0
         self._forward_tokens += summary.num_tokens
-        return MemberOutcome(key=summary.key, trained_tokens=trained, skipped_tokens={"stale": stale} if stale else {})
+        # tokens of a key step have one age, or nearly: the share of tokens is that of steps
+        over_steps = round(key_steps * over / key) if key else 0
+        skipped = {"stale": stale} if stale else {}
+        return MemberOutcome(key=summary.key, trained_tokens=trained, skipped_tokens=skipped, trained_key_steps=key_steps, over_bound_key_steps=over_steps)
 
     def statistics(self, learning_rate: float) -> UpdateStatistics:
         """Of staleness and tokens; a simulated policy does not change, so every ratio is 1."""
         trained = sum(self._histogram.values())
         total = sum(age * count for age, count in self._histogram.items())
+        keys = sum(self._key_histogram.values())
+        key_mean = sum(age * count for age, count in self._key_histogram.items()) / keys if keys else None
         return UpdateStatistics(
             loss=0.0, gradient_norm=0.0, learning_rate=learning_rate, entropy=0.0, kl_sampler_learner=0.0, ratio_mean=1.0, ratio_variance=0.0,
             ratio_max=1.0, effective_sample_size=1.0, clipped_fraction=0.0, masked_fraction=0.0, staleness_mean=total / trained if trained else 0.0,
-            staleness_max=max(self._histogram, default=0), staleness_histogram=dict(sorted(self._histogram.items())), key_staleness_mean=None,
-            key_staleness_max=None, trained_tokens=trained, trained_trajectories=self._trajectories, padded_tokens=self._forward_tokens,
+            staleness_max=max(self._histogram, default=0), staleness_histogram=dict(sorted(self._histogram.items())), key_staleness_mean=key_mean,
+            key_staleness_max=max(self._key_histogram, default=None), key_staleness_histogram=dict(sorted(self._key_histogram.items())),
+            trained_tokens=trained, trained_trajectories=self._trajectories, padded_tokens=self._forward_tokens,
         )  # fmt: skip

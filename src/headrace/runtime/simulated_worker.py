@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 from headrace import clock
 from headrace.config import Settings
-from headrace.errors import HeadraceError, InvariantError, WorkerLostError
+from headrace.errors import InvariantError, WorkerLostError
 from headrace.rollout.worker import ROOM_CHECK_SECONDS, ready_limit
+from headrace.runtime.simulated_checks import CheckRule
 from headrace.runtime.simulated_cores import Seat
 from headrace.runtime.simulated_engine import Action, DecodeEngine
 from headrace.runtime.simulated_rollouts import SimulatedRollout, WaitingRollouts
@@ -29,7 +31,6 @@ from headrace.types import (
     RolloutKey,
     RolloutRequest,
     TrajectorySummary,
-    VersionCount,
     WorkerReport,
 )
 from headrace.updates import WeightUpdate
@@ -39,6 +40,7 @@ class _Engine(Enum):
     IDLE = 0
     RUNNING = 1
     PAUSED = 2
+    CHECKING = 3
 
 
 class SimulatedWorker:
@@ -58,6 +60,11 @@ class SimulatedWorker:
         """When environments answer, earliest first: (time, order, noticed then, rollout)."""
         self._num_answers = 0
         self._finished: list[FinishedRollout] = []
+        self._rule = CheckRule.of(settings, model.rejects)
+        self._delivered: dict[RolloutKey, SimulatedRollout] = {}
+        self._checks: list[SimulatedRollout] = []
+        self._being_checked: list[SimulatedRollout] = []
+        self._rejected: list[RolloutKey] = []
         self._changed = asyncio.Event()
         self._changed.set()  # the first report tells the room
         self._loop = asyncio.get_running_loop()
@@ -109,6 +116,7 @@ class SimulatedWorker:
         now = self._reported_seconds = clock.now()
         self._settle(now)
         finished, self._finished = tuple(self._finished), []
+        rejected, self._rejected = tuple(self._rejected), []
         self._reported_room = self._room(now)
         return WorkerReport(
             worker=self.name,
@@ -119,6 +127,7 @@ class SimulatedWorker:
             generated_tokens=self.engine.generated_tokens,
             longest_wait=self._longest_wait(now),
             activity=self.engine.take_activity() if self._activity_is_due(now) else None,
+            rejected=rejected,
         )
 
     async def announce(self, update: WeightUpdate) -> None:
@@ -129,10 +138,23 @@ class SimulatedWorker:
             self._arrived(update.version)
 
     async def verify(self, keys: Sequence[RolloutKey]) -> None:
-        raise HeadraceError(f"{self.name}: simulated rollouts are not verified.", remedy="Set pool.verify = 'off'.")
+        """They are in flight again until they are reported."""
+        if self._stopped:
+            raise WorkerLostError(f"{self.name} has been stopped and verifies no rollouts.")
+        for key in keys:
+            if key in self._rollouts or key not in self._delivered:
+                raise InvariantError(f"{self.name}: {key} is to be verified, but it {'runs' if key in self._rollouts else 'cannot be'}.")
+            rollout = self._rollouts[key] = self._delivered[key]
+            rollout.is_over = rollout.is_cut = False
+            self._checks.append(rollout)
+        if self._heartbeat is None:
+            self._heartbeat = self._loop.call_later(self._model.heartbeat_seconds, self._beat)
+        self._interrupt()
 
     async def forget(self, keys: Sequence[RolloutKey]) -> None:
-        """Nothing is kept."""
+        for key in keys:
+            if key not in self._rollouts:
+                self._delivered.pop(key, None)
 
     async def cancel(self, keys: Sequence[RolloutKey]) -> None:
         self._settle(clock.now())
@@ -157,6 +179,8 @@ class SimulatedWorker:
         self._collect(clock.now())
         if self._state is _Engine.PAUSED:
             self._take_up()
+        elif self._state is _Engine.CHECKING:
+            self._checked()
         elif self._state is _Engine.RUNNING:
             for action in self.engine.advance(self._due_steps):
                 self._acted(action)
@@ -174,6 +198,8 @@ class SimulatedWorker:
                 self._timer = self._loop.call_later(self._model.pause_seconds, self._on_timer)
                 return
             self._take_up()
+        if self._checks and self._begin_checks():
+            return
         self._due_steps = self.engine.begin(now, 1 if self._seat is None else self._seat.slowdown_at_work)
         if self._due_steps:
             self._state = _Engine.RUNNING
@@ -187,6 +213,38 @@ class SimulatedWorker:
                 self._timer = self._loop.call_at(self._answers[0][0], self._on_timer)
         if self._seat is not None:
             self._seat.work(self._state is not _Engine.IDLE)
+
+    def _begin_checks(self) -> bool:
+        """All that wait, one after the other; False where they take no time and are done."""
+        self._being_checked, self._checks = self._checks, []
+        seconds = sum(self._model.verify_seconds(rollout.tokens) for rollout in self._being_checked)
+        seconds *= 1 if self._seat is None else self._seat.slowdown_at_work
+        self.engine.checked(seconds, sum(rollout.tokens for rollout in self._being_checked))
+        if seconds <= 0:
+            self._checked()
+            return False
+        self._state, self._timer = _Engine.CHECKING, self._loop.call_later(seconds, self._on_timer)
+        if self._seat is not None:
+            self._seat.work(True)
+        return True
+
+    def _checked(self) -> None:
+        """Accepted ones are delivered again as they are, the others drawn again from the token that was rejected."""
+        done, self._being_checked = self._being_checked, []
+        for rollout in done:
+            if rollout.is_over or self._rule is None:
+                continue
+            rollout.round += 1
+            stands, cut = self._rule.accept(rollout.drawn, rollout.plan.steps, self.engine.version, rollout.request.key, rollout.round)
+            rollout.refreshed_tokens = rollout.refreshed_key_steps = 0
+            if cut is None:
+                rollout.drawn = stands
+                self._end(rollout, EndReason.DONE)
+                continue
+            rollout.action = rollout.cut(stands, cut, clock.now())
+            self.engine.waiting.append(rollout.action)
+            self._rejected.append(rollout.request.key)
+        self._changed.set()
 
     def _take_up(self) -> None:
         self.engine.take_up(self._taking_up, self._model.pause_seconds)
@@ -286,8 +344,7 @@ class SimulatedWorker:
         rollout.action = None
         if action.drawn:  # an observation that nobody answered is no part of the trajectory
             rollout.tokens = action.context + action.observation_tokens
-        for version, count in action.drawn.items():
-            rollout.drawn[version] = rollout.drawn.get(version, 0) + count
+        rollout.note(action.drawn)
 
     def _answer_comes(self, time: float, noticed: bool, rollout: SimulatedRollout) -> None:
         heapq.heappush(self._answers, (time, self._num_answers, noticed, rollout))
@@ -335,11 +392,20 @@ class SimulatedWorker:
         self._end(rollout, EndReason.CANCELLED)
 
     def _end(self, rollout: SimulatedRollout, reason: EndReason) -> None:
-        request, now = rollout.request, clock.now()
-        del self._rollouts[request.key]
+        del self._rollouts[rollout.request.key]
         rollout.is_over = True
-        counts = tuple(VersionCount(version=version, unmarked=count, key=0) for version, count in sorted(rollout.drawn.items()))
-        summary = TrajectorySummary(
+        self._finished.append(FinishedRollout(summary=self._kept(rollout, self._summary(rollout, reason)), payload=b""))
+        self._changed.set()
+        if not self._rollouts:
+            self._note_idle("admission")
+
+    def _summary(self, rollout: SimulatedRollout, reason: EndReason) -> TrajectorySummary:
+        request, delivered = rollout.request, rollout.delivered
+        if delivered is not None and reason is EndReason.CANCELLED:  # what was delivered stands
+            since = rollout.num_drawn - (delivered.num_action_tokens - rollout.refreshed_tokens) if rollout.is_cut else 0
+            return replace(delivered, round=self._settings.pool.verify_rounds, discarded_tokens=since, refreshed_tokens=0, refreshed_key_steps=0)
+        stands = delivered is not None and not rollout.is_cut
+        return TrajectorySummary(
             key=request.key,
             task_id=request.task.id,
             task_kind=request.task.kind,
@@ -347,18 +413,27 @@ class SimulatedWorker:
             end_reason=reason,
             error=_ERRORS.get(reason),
             num_tokens=rollout.tokens,
-            num_action_tokens=sum(rollout.drawn.values()),
+            num_action_tokens=rollout.num_drawn,
             num_steps=rollout.step,
-            num_key_steps=0,
+            num_key_steps=rollout.num_key_steps,
             discarded_tokens=0,
-            versions=counts,
-            seconds=max(0.0, now - rollout.started),
+            versions=rollout.versions(),
+            seconds=delivered.seconds if delivered is not None and stands else max(0.0, clock.now() - rollout.started),
             wait_seconds=rollout.wait_seconds,
+            round=rollout.round,
+            refreshed_tokens=rollout.refreshed_tokens,
+            refreshed_key_steps=rollout.refreshed_key_steps,
         )
-        self._finished.append(FinishedRollout(summary=summary, payload=b""))
-        self._changed.set()
-        if not self._rollouts:
-            self._note_idle("admission")
+
+    def _kept(self, rollout: SimulatedRollout, summary: TrajectorySummary) -> TrajectorySummary:
+        """What a verification needs is kept; a trajectory that cannot be verified, now or ever, says so in its round."""
+        if self._rule is None or summary.failed:
+            return summary
+        if summary.round < self._rule.max_rounds and any(map(self._rule.checks, rollout.plan.steps)):
+            self._delivered[summary.key], rollout.delivered = rollout, summary
+            return summary
+        self._delivered.pop(summary.key, None)
+        return replace(summary, round=self._rule.max_rounds)
 
     # --- reports, as rollout/worker.py makes them ----------------------------------------------------------------------------
 

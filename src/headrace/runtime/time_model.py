@@ -21,6 +21,8 @@ class PlannedStep(NamedTuple):
     """At least 1."""
     wait_seconds: float
     """Until the environment has answered; of the last step until the rollout is graded."""
+    key: bool = False
+    """A key step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,12 @@ class TimeModel:
     """One sampler takes up an update: it decodes nothing."""
     dispatch_seconds: float = 0.0
     """From a worker's getting a rollout to the rollout's start: what the conductor and the wire take for it, at both its ends."""
+    verify_seconds: Callable[[int], float] = lambda tokens: 0.0
+    """Tokens of a trajectory -> checking it under newer weights, in which a sampler decodes nothing."""
+    rejects: Callable[[int, int], float] | None = None
+    """(checked tokens, updates since they were drawn) -> chance that one of them is rejected; None: what is asked for is not known."""
+    key_step_share: float = 0.0
+    """Of all steps; 0: none is marked."""
     num_cores: int | None = None
     """Of the machine whose cores the devices share, as the local runtime pins them; None: every device has what it needs to itself."""
     report_seconds: float = 0.0

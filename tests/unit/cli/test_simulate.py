@@ -77,7 +77,7 @@ def test_a_profile_is_simulated_with_settings(tmp_path: Path, capsys: pytest.Cap
         (["missing.json"], "PLAN", "cannot be read"),
         (["profile.json", "--rank", "2"], "--rank", "is a profile"),
         (["profile.json", "run.num_samples=4"], "run.num_samples", "Did you mean 'run.num_samplers'?"),
-        (["profile.json", "pool.verify=all"], "pool.verify", "the simulation does not know"),
+        (["profile.json", "pool.verify=all"], "pool.verify", "made no verification of that kind"),
         (["text.json"], "PLAN", "is no JSON"),
         (["plan.json", "--rank", "99"], "--rank", "no plan of rank 99"),
         (["profile.json", "--failures", "1.5"], None, "below 1"),

@@ -173,7 +173,7 @@ def test_settings_that_the_simulation_does_not_know_are_refused() -> None:
     settings = busy_settings(pool={"verify": "all"}, sampler={"apply": "rollout_start"})
     with pytest.raises(ConfigError) as refused:
         simulate(settings, random_times())
-    assert [problem.key for problem in refused.value.problems] == ["pool.verify", "sampler.apply"]
+    assert [problem.key for problem in refused.value.problems] == ["sampler.apply", "pool.verify"]
 
 
 def busy_settings(*, mode: str = "async", max_staleness: int = 2, seed: int = 0, **sections: Any) -> Settings:
