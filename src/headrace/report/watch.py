@@ -217,7 +217,7 @@ class WatchState:
 
 def _recording_failures(started: Line) -> list[str]:
     """Why samplers run decode steps in Python, once a reason."""
-    reasons = dict.fromkeys(device["recording_failure"] for device in started.get("devices", ()) if device.get("recording_failure"))
+    reasons = dict.fromkeys(str(device["recording_failure"]) for device in started.get("devices", ()) if device.get("recording_failure"))
     return [f"decode steps could not be recorded and run in Python, slower but the same: {reason}" for reason in reasons]
 
 
@@ -381,6 +381,8 @@ def _add_key_steps(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -
         cut = verification["cut"] / verification["rollouts"] if verification["rollouts"] else 0.0
         lost = f"{verification['refreshed_tokens']:,} tokens cut off"
         text = f"{verification['rollouts']:,} rollouts, {cut:.0%} of them cut; {lost}; {verification['seconds']:.1f} s of checks"
+        if verification["tail_seconds"]:
+            text += f"; back {verification['tail_seconds']['median']:.2g} s after a rejection (p95 {verification['tail_seconds']['p95']:.2g} s)"
         rows.add("verified", f"{text}; {out:,} out now" if out else text)
     pace = summary["pace"]
     if pace is not None:

@@ -13,6 +13,7 @@ from headrace import events as ev
 from headrace.clock import run_virtual
 from headrace.config import Settings
 from headrace.errors import ModelError, WaitTimeoutError, WorkerLostError
+from headrace.runtime import local_roles
 from headrace.runtime.local_roles import LocalRole, Starting
 
 KILLED = "was ended by signal SIGKILL"
@@ -108,3 +109,13 @@ def test_all_ranks_are_made_anew_when_one_is_lost_while_they_meet() -> None:
     ranks, facts, starting = run_virtual(start())
     assert facts == {"name": "learner-0"} and ranks == starts.made[2:] and all(process.stopped for process in starts.made[:2])
     assert [event.role for event in starting.events if isinstance(event, ev.RoleLost | ev.RoleRestarted)] == ["learner", "learner"]
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_a_recording_failure_that_a_sampler_tells_is_with_its_device_in_the_log(placement: str) -> None:
+    settings = run_settings(num_samplers=2, run={"placement": placement, "num_learner_ranks": 2 if placement == "colocated" else 1})
+    told = {"capacity": 8, "saturated_tokens_per_second": 100.0, "end_tokens": (0,)}
+    facts = {"sampler-0": {**told, "recording_failure": None}, "sampler-1": {**told, "recording_failure": "its forward depends on a tensor's value"}}
+    devices = local_roles._devices(settings, facts)
+    assert ["recording_failure" in device for device in devices] == [False, True, False][: len(devices)]
+    assert devices[1]["recording_failure"] == "its forward depends on a tensor's value"
