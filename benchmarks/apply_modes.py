@@ -2,9 +2,9 @@
 
     python benchmarks/apply_modes.py --pairs 5
 
-Two kinds of work: `door` (walks of one-token actions with tools between them, key steps marked by the environment), and `arithmetic` (one long
-action a rollout, where waiting for running actions or drawing them again costs most). The arms of each run in turn, forwards and backwards by
-turns; figures are medians over the rounds. No evaluation. Goes on where it was cut, with the same --out.
+Two kinds of work: `door` (walks of one-token actions with tools of 100 ms between them, 512 in flight, key steps marked by the environment),
+and `arithmetic` (one long action a rollout, where waiting for running actions or drawing them again costs most). The arms of each run in turn,
+forwards and backwards by turns; figures are medians over the rounds. No evaluation. Goes on where it was cut, with the same --out.
 """
 
 from __future__ import annotations
@@ -32,18 +32,23 @@ class Work:
     recipe: str
     num_updates: int
     arms: Mapping[str, Sequence[str]]
+    settings: Sequence[str] = ()
+    """Of all arms."""
 
 
 WORKS = (
     Work(
         "door",
-        20,
+        40,
         {
             "every_step, keep": (),
             "every_step, keep, recompute_kv": ("sampler.recompute_kv=true",),
             "key_steps": ("sampler.apply=key_steps",),
             "rollout_start": ("sampler.apply=rollout_start",),
+            "every_step, wait": ("sampler.update_mode=wait",),
+            "every_step, abort": ("sampler.update_mode=abort",),
         },
+        settings=("task.options.tool_seconds=0.1", "sampler.max_in_flight=512"),
     ),
     Work(
         "arithmetic",
@@ -63,11 +68,14 @@ WORKS = (
 class Figures:
     """Of one run. Per update means per update of the learner."""
 
+    seconds_an_update: float
     updates_per_hour: float
     load_seconds: float
     """Copying weights into the samplers' models, per update that a sampler took up."""
     pause_seconds: float
     """Samplers idle for weights, copying included, per update."""
+    weights_share: float
+    """The same, of the samplers' time."""
     drained_share: float
     """Decode slots that stayed empty for weights while somebody waited, of all slots x seconds."""
     delay_seconds: float
@@ -85,6 +93,7 @@ def run(work: Work, number: int, directory: Path, seed: int, arguments: argparse
     if not is_done(directory):
         updates = arguments.updates or work.num_updates
         settings = [f"run.num_updates={updates}", f"run.seed={seed}", "run.record_trajectories=none", "evaluation.samples_per_task=0"]
+        settings += work.settings
         if code := headrace(["run", work.recipe, *settings, *list(work.arms.values())[number], "--run-dir", str(directory)]):
             sys.exit(code)
     return figures(directory / "events.jsonl")
@@ -103,9 +112,11 @@ def figures(path: Path) -> Figures:
     slot_seconds = sum(activity["seconds"] for activity in active) * slots(path.parent)
     staleness, tokens = summary["staleness"], summary["ledger"]["tokens"]
     return Figures(
+        seconds_an_update=summary["wall_seconds"] / updates,
         updates_per_hour=3600 * updates / summary["wall_seconds"],
         load_seconds=sum(activity["apply_seconds"] for activity in active) / max(1, sum(activity["applied_updates"] for activity in active)),
         pause_seconds=sum(activity["idle_seconds"].get("weights", 0.0) for activity in active) / updates,
+        weights_share=sum(activity["idle_seconds"].get("weights", 0.0) for activity in active) / sum(activity["seconds"] for activity in active),
         drained_share=sum(activity["drained_slot_seconds"] for activity in active) / slot_seconds,
         delay_seconds=summary["apply_delay_seconds"] or 0.0,
         recomputed_tokens=sum(activity.get("recomputed_tokens", 0) for activity in active) / updates,
@@ -123,10 +134,10 @@ def slots(directory: Path) -> int:
 def print_table(work: Work, results: Mapping[str, Sequence[Figures]]) -> None:
     print(f"\n{work.recipe}:\n")
     print(
-        "| arm | updates an hour | of the first | load, ms an update | idle for weights, ms an update | slots drained | taken up after "
+        "| arm | s an update | updates an hour | of the first | load, ms an update | idle for weights, ms an update | share | slots drained | taken up after "
         "| recomputed tokens an update | discarded | staleness | of key steps |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     first = next(iter(results.values()))
 
     def median(arm: Sequence[Figures], name: str) -> float:
@@ -136,8 +147,10 @@ def print_table(work: Work, results: Mapping[str, Sequence[Figures]]) -> None:
         ratios = [one.updates_per_hour / base.updates_per_hour for one, base in zip(arm, first, strict=True)]
         keys = [one.key_staleness for one in arm if one.key_staleness is not None]
         print(
-            f"| {name} | {median(arm, 'updates_per_hour'):,.0f} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
-            f"| {1000 * median(arm, 'load_seconds'):.1f} | {1000 * median(arm, 'pause_seconds'):.1f} | {median(arm, 'drained_share'):.1%} "
+            f"| {name} | {median(arm, 'seconds_an_update'):.3f} "
+            f"| {median(arm, 'updates_per_hour'):,.0f} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+            f"| {1000 * median(arm, 'load_seconds'):.1f} | {1000 * median(arm, 'pause_seconds'):.1f} | {median(arm, 'weights_share'):.1%} "
+            f"| {median(arm, 'drained_share'):.1%} "
             f"| {median(arm, 'delay_seconds'):.3f} s | {median(arm, 'recomputed_tokens'):,.0f} | {median(arm, 'discarded_tokens'):,.0f} "
             f"| {median(arm, 'staleness'):.2f} | {f'{statistics.median(keys):.2f}' if keys else '-'} |"
         )
