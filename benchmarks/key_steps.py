@@ -82,6 +82,14 @@ class Row:
     """Share of trained key steps over max_key_staleness."""
     refreshed: float
     """Share of the drawn tokens that verification cut off."""
+    checked: float
+    """Tokens of the checks' prefills, an update."""
+    check_seconds: float
+    """Of these prefills, an update."""
+    tail: Mapping[str, float] | None
+    """Seconds from a rejection until the rollout is back: median, p95, max."""
+    tail_share: Mapping[str, float] | None
+    """The same of a whole rollout's time."""
     num_seeds: int
 
 
@@ -151,8 +159,20 @@ def rows(result: Mapping[str, Any]) -> Iterator[Row]:
             key_staleness_max=max(summary["staleness"]["key_max"] for summary in summaries) if marked else None,
             over_bound=sum(key["over_bound"] for key in keys) / sum(key["trained"] for key in keys) if marked else None,
             refreshed=statistics.fmean(ledger["tokens"]["skipped"].get("refreshed", 0) / ledger["tokens"]["generated"] for ledger in ledgers),
+            checked=statistics.fmean(summary["verification"]["tokens"] / summary["num_updates"] for summary in summaries),
+            check_seconds=statistics.fmean(summary["verification"]["seconds"] / summary["num_updates"] for summary in summaries),
+            tail=over_runs([summary["verification"]["tail_seconds"] for summary in summaries]),
+            tail_share=over_runs([summary["verification"]["tail_share"] for summary in summaries]),
             num_seeds=len(runs),
         )
+
+
+def over_runs(spreads: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+    """Means of medians and 95th percentiles, the largest maximum."""
+    known = [spread for spread in spreads if spread is not None]
+    if not known:
+        return None
+    return {"median": statistics.fmean(s["median"] for s in known), "p95": statistics.fmean(s["p95"] for s in known), "max": max(s["max"] for s in known)}
 
 
 def sampler_occupancy(summary: Mapping[str, Any]) -> float:
@@ -164,12 +184,20 @@ def shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def tail_text(row: Row) -> str:
+    if row.tail is None:
+        return "-"
+    share = "" if row.tail_share is None else f" ({row.tail_share['median']:.0%} / {row.tail_share['p95']:.0%} / {row.tail_share['max']:.0%})"
+    return f"{row.tail['median']:.2f} / {row.tail['p95']:.2f} / {row.tail['max']:.2f}{share}"
+
+
 def print_table(table: Sequence[Row], timed: float) -> None:
     print(f"sync, timed: {timed:.2f} s an update with these tools")
     print(
-        "| arm | final | difference to sync (95 %) | jitter | s/update | of sync | occupancy | staleness mean/max | key mean/max | over bound | cut | seeds |"
+        "| arm | final | difference to sync (95 %) | jitter | s/update | of sync | occupancy | staleness mean/max | key mean/max | over bound | cut "
+        "| checked tokens/update | check s/update | rejected until back: median/p95/max s (of a rollout) | seeds |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|" + 15 * "---|")
     for row in table:
         seconds = timed if row.name == "sync" else row.seconds_an_update
         interval = "" if row.interval is None else f" ({100 * row.interval[0]:+.1f} to {100 * row.interval[1]:+.1f})"
@@ -177,7 +205,8 @@ def print_table(table: Sequence[Row], timed: float) -> None:
         keys = "-" if row.key_staleness_mean is None else f"{row.key_staleness_mean:.1f} / {row.key_staleness_max}"
         print(
             f"| {row.name} | {row.final:.3f} | {difference} | {row.jitter:.3f} | {seconds:.2f} | {seconds / timed:.2f} | {row.occupancy:.0%} "
-            f"| {row.staleness_mean:.1f} / {row.staleness_max} | {keys} | {shown(row.over_bound, '.0%')} | {row.refreshed:.1%} | {row.num_seeds} |"
+            f"| {row.staleness_mean:.1f} / {row.staleness_max} | {keys} | {shown(row.over_bound, '.0%')} | {row.refreshed:.1%} "
+            f"| {row.checked:,.0f} | {row.check_seconds:.3f} | {tail_text(row)} | {row.num_seeds} |"
         )
 
 

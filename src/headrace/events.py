@@ -136,12 +136,17 @@ class RolloutVerified(RolloutFinished):
     """Tokens that were cut off."""
     refreshed_keys: int = 0
     """Key steps cut."""
+    refresh_seconds: float = 0.0
+    """From the rejection until the rollout had ended again."""
 
     @classmethod
     def of(cls, summary: TrajectorySummary, *, role: str) -> RolloutVerified:
         base = RolloutFinished.of(summary, role=role)
         numbers = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-        return cls(**numbers, round=summary.round, refreshed=summary.refreshed_tokens, refreshed_keys=summary.refreshed_key_steps)
+        return cls(
+            **numbers, round=summary.round, refreshed=summary.refreshed_tokens, refreshed_keys=summary.refreshed_key_steps,
+            refresh_seconds=summary.refresh_seconds,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

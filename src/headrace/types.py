@@ -302,6 +302,8 @@ class Trajectory:
     """Tokens cut off by the last verification; they were delivered before and are replaced: skipped.refreshed."""
     refreshed_key_steps: int = 0
     """Key steps of which the last verification cut any token off; also those that go on from the redrawn token, which are offered anew."""
+    refresh_seconds: float = 0.0
+    """From the last verification's rejection until the rollout had ended again; 0 where nothing was rejected."""
 
     def __post_init__(self) -> None:
         total, previous = 0, 0
@@ -343,7 +345,7 @@ class Trajectory:
             "discarded_tokens": self.discarded_tokens,
             "temperature": self.temperature,
             "verified": [[*v.version, v.start, v.end] for v in self.verified_spans],
-            "refresh": [self.round, self.refreshed_tokens, self.refreshed_key_steps],
+            "refresh": [self.round, self.refreshed_tokens, self.refreshed_key_steps, self.refresh_seconds],
             "counts": [len(self.tokens), len(self.sampler_logprobs), len(self.verified_logprobs)],
         }
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -373,7 +375,7 @@ class Trajectory:
             for start, end, spans, key_weight, reward, stop, wait in header["steps"]
         )
         started, finished, wait = header["times"]
-        verification_round, refreshed_tokens, refreshed_key_steps = header["refresh"]
+        verification_round, refreshed_tokens, refreshed_key_steps, *refresh_seconds = header["refresh"]  # the last one is not in older checkpoints
         return cls(
             key=RolloutKey(*header["key"]),
             task_id=header["task_id"],
@@ -394,6 +396,7 @@ class Trajectory:
             round=verification_round,
             refreshed_tokens=refreshed_tokens,
             refreshed_key_steps=refreshed_key_steps,
+            refresh_seconds=refresh_seconds[0] if refresh_seconds else 0.0,
         )
 
     def effective_spans(self, step: StepRecord) -> list[VersionSpan]:
@@ -439,6 +442,7 @@ class Trajectory:
             round=self.round,
             refreshed_tokens=self.refreshed_tokens,
             refreshed_key_steps=self.refreshed_key_steps,
+            refresh_seconds=self.refresh_seconds,
         )
 
 
@@ -477,6 +481,8 @@ class TrajectorySummary:
     """Delivered before, cut off by the last verification and replaced."""
     refreshed_key_steps: int = 0
     """See Trajectory.refreshed_key_steps."""
+    refresh_seconds: float = 0.0
+    """See Trajectory.refresh_seconds."""
 
     @property
     def failed(self) -> bool:

@@ -132,9 +132,9 @@ def _finished(group: int, member: int, kind: str) -> ev.RolloutFinished:
     return ev.RolloutFinished(**_numbers(group, member, kind))
 
 
-def verified(group: int, member: int, kind: str, *, refreshed: int = 0) -> ev.RolloutVerified:
+def verified(group: int, member: int, kind: str, *, refreshed: int = 0, refresh_seconds: float = 0.0) -> ev.RolloutVerified:
     """As many tokens were drawn again as were cut off."""
-    return ev.RolloutVerified(**_numbers(group, member, kind), round=1, refreshed=refreshed, refreshed_keys=int(refreshed > 0))
+    return ev.RolloutVerified(**_numbers(group, member, kind), round=1, refreshed=refreshed, refreshed_keys=int(refreshed > 0), refresh_seconds=refresh_seconds)
 
 
 def _numbers(group: int, member: int, kind: str) -> dict[str, Any]:

@@ -104,6 +104,11 @@ def _tail_rows(run: RunRecord) -> list[list[object]]:
     seconds = mean_seconds_out(rollouts_out(run.lines))
     if seconds is not None:
         rows.append(["time until it is back", f"{seconds:.2f} s", "mean over the rollouts, whole and cut (Little's law)"])
+    tail, share = run.summary["verification"]["tail_seconds"], run.summary["verification"]["tail_share"]
+    if tail is not None:
+        text = f"{tail['median']:.2f} s, 95 % within {tail['p95']:.2f} s, longest {tail['max']:.2f} s"
+        of = f"of a rollout's time: median {percent(share['median'])}, 95 % within {percent(share['p95'])}" if share is not None else ""
+        rows.append(["from rejection until back", text, of])
     shares = sorted(redrawn_shares(run.events("rollout_verified")))
     if shares:
         most = shares[min(len(shares) - 1, int(0.9 * len(shares)))]

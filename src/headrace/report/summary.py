@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from headrace.report.spread import Spread
 from headrace.report.utilization import UtilizationMeter, WindowMeter
 
 Line = Mapping[str, Any]
@@ -151,6 +152,7 @@ class _Upkeep:
         self.out = OutForVerification()
         self._asked = self._returned = self._cut = self._refreshed_tokens = self._refreshed_key_steps = 0
         self._verify_seconds, self._verify_tokens, self._unkept = 0.0, 0, 0
+        self._tails, self._tail_shares = Spread(), Spread()
         self._applied, self._delay_seconds, self._parked = 0, 0.0, 0
         self._prefill = self._recomputed = self._evicted = self._slots = self._most_in_flight = 0
 
@@ -164,6 +166,10 @@ class _Upkeep:
         self._cut += line["refreshed"] > 0
         self._refreshed_tokens += line["refreshed"]
         self._refreshed_key_steps += line["refreshed_keys"]
+        if seconds := line.get("refresh_seconds"):
+            self._tails.add(seconds)
+            if line["seconds"]:
+                self._tail_shares.add(seconds / line["seconds"])
 
     def add_activity(self, activity: Mapping[str, Any], *, in_flight: int) -> None:
         """Logs from before these counters have none of them."""
@@ -184,6 +190,7 @@ class _Upkeep:
             "verification": {
                 "asked": self._asked, "out": self.out.number, "rollouts": self._returned, "cut": self._cut, "refreshed_tokens": self._refreshed_tokens,
                 "refreshed_key_steps": self._refreshed_key_steps, "seconds": self._verify_seconds, "tokens": self._verify_tokens, "unkept": self._unkept,
+                "tail_seconds": self._tails.result(), "tail_share": self._tail_shares.result(),
             },
             "apply_delay_seconds": self._delay_seconds / self._applied if self._applied else None,
             "parked": self._parked,

@@ -46,6 +46,7 @@ class Draft:
         "logprobs",
         "refreshed_key_steps",
         "refreshed_tokens",
+        "rejected_seconds",
         "round",
         "started_seconds",
         "steps",
@@ -66,6 +67,8 @@ class Draft:
         self.round = 0
         self.refreshed_tokens = 0
         self.refreshed_key_steps = 0
+        self.rejected_seconds = 0.0
+        """When the last verification rejected a token."""
 
     def step_of(self, token: int) -> int:
         """The step to whose action the token belongs."""
@@ -161,6 +164,7 @@ class Draft:
             round=self.round,
             refreshed_tokens=self.refreshed_tokens,
             refreshed_key_steps=self.refreshed_key_steps,
+            refresh_seconds=clock.now() - self.rejected_seconds if self.refreshed_tokens else 0.0,
         )
 
     def _append(self, completion: Completion) -> None:

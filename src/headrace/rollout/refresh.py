@@ -63,7 +63,7 @@ class _Verification:
         try:
             result = await self._check()
             if result.rejected is not None:
-                self._num_redrawn = 1
+                self._num_redrawn, rollout.draft.rejected_seconds = 1, clock.now()
                 await self._go_back(result.rejected)
         except Exception as error:
             self._warn(str(error.error) if isinstance(error, RolloutEnded) else str(error) if isinstance(error, HeadraceError) else text_of(error))
@@ -91,6 +91,7 @@ class _Verification:
             discarded_tokens=draft.discarded_tokens + self._num_redrawn + len(draft.logprobs) - self._num_kept,
             refreshed_tokens=0,
             refreshed_key_steps=0,
+            refresh_seconds=0.0,
         )
 
     async def _check(self) -> VerifyResult:

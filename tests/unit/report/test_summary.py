@@ -10,6 +10,7 @@ import pytest
 from fakes.made_events import active, evaluated, lines_of, run_started, statistics, taken, updated, window
 from fakes.report_runs import verified
 from headrace import events as ev
+from headrace.report.spread import Spread
 from headrace.report.summary import over_bound_fraction, summarize
 
 SPLIT = [{"name": "sampler-0", "role": "sampler", "capacity": 8}, {"name": "learner-0", "role": "learner", "capacity": 1}]
@@ -149,9 +150,14 @@ def test_verification_pace_parking_and_late_updates_are_counted_from_their_event
     first = active("sampler-0", 1.0, running={8: 1.0}, verify_seconds=0.3, verify_tokens=50, num_parked=2, num_unkept=1, applied_updates=1)
     second = active("sampler-1", 1.0, running={8: 1.0}, verify_seconds=0.2, verify_tokens=20, applied_updates=3, apply_delay_seconds=2.0)
     timed: list[tuple[float, Any]] = [(0.0, run_started(SPLIT)), (0.0, window("start")), (0.2, ev.VerificationAsked(role="sampler-0", rollouts=5))]
-    timed += [(0.5, verified(1, member, "short", refreshed=refreshed)) for member, refreshed in enumerate((0, 7, 3))]
+    timed += [(0.5, verified(1, 0, "short"))]
+    timed += [(0.5, verified(1, member, "short", refreshed=refreshed, refresh_seconds=seconds)) for member, refreshed, seconds in ((1, 7, 0.2), (2, 3, 0.1))]
     timed += [(1.0, first), (1.0, second), (1.1, ev.Paced(**{**paced, "limit_groups": 9}, reason="r")), (1.2, ev.Paced(**paced, reason="r"))]
     summary = summarize(lines_of(timed))
+    tails, shares = summary["verification"].pop("tail_seconds"), summary["verification"].pop("tail_share")
+    assert tails == pytest.approx({"median": 0.1, "p95": 0.2, "max": 0.2}, rel=0.01)
+    whole = next(line["seconds"] for line in lines_of(timed) if line["event"] == "rollout_verified" and line["refreshed"])
+    assert shares == pytest.approx({name: value / whole for name, value in tails.items()}, rel=0.02)
     assert summary["verification"] == pytest.approx(
         {"asked": 5, "out": 2, "rollouts": 3, "cut": 2, "refreshed_tokens": 10, "refreshed_key_steps": 2, "seconds": 0.5, "tokens": 70, "unkept": 1}
     )
@@ -197,6 +203,7 @@ def test_summary_has_the_agreed_keys_and_values() -> None:
         "cache": {"prefill_tokens": 0, "recomputed_tokens": 0, "evicted_tokens": 0, "slots": None, "most_in_flight": 1},
         "verification": {
             "asked": 0, "out": 0, "rollouts": 0, "cut": 0, "refreshed_tokens": 0, "refreshed_key_steps": 0, "seconds": 0.0, "tokens": 0, "unkept": 0,
+            "tail_seconds": None, "tail_share": None,
         },
     }  # fmt: skip
 
@@ -229,3 +236,14 @@ def test_missing_last_report_is_taken_like_the_others_but_a_long_silence_is_idle
     sampler = summary["utilization"]["devices"][0]
     assert sampler["busy_fraction"] == sampler["occupancy"] == pytest.approx(busy)
     assert sampler["idle_seconds"] == pytest.approx(idle)
+
+
+def test_a_spread_is_right_within_one_percent_over_nine_decades() -> None:
+    spread, values = Spread(), [1e-4 * 1.023**index for index in range(900)]
+    assert spread.result() is None
+    for value in reversed(values):
+        spread.add(value)
+    assert spread.result() == pytest.approx({"median": values[449], "p95": values[854], "max": values[-1]}, rel=0.0101)
+    one = Spread()
+    one.add(0.37)
+    assert one.result() == pytest.approx({"median": 0.37, "p95": 0.37, "max": 0.37}, rel=0.0101)

@@ -223,6 +223,18 @@ def test_a_rollout_goes_on_from_the_redrawn_token_in_the_middle_of_an_action(mak
         assert tuple(request.tokens) == second.tokens[: step.action_start]  # I4
 
 
+def test_the_time_from_a_rejection_until_the_rollout_is_back_is_told_and_is_less_the_later_the_cut() -> None:
+    tails = []
+    for step in (1, 3):
+        first, second = verified_once(scripted_task("t", answers=5), ScriptedSampler(reject=token_of(step)))
+        assert first.refresh_seconds == 0.0
+        assert second.refresh_seconds == second.summary().refresh_seconds == Trajectory.from_bytes(second.to_bytes()).refresh_seconds
+        tails.append(second.refresh_seconds)
+    assert 0.0 < tails[1] < tails[0] <= second.summary().seconds
+    _, accepted = verified_once(scripted_task("t", answers=5), ScriptedSampler())
+    assert accepted.refresh_seconds == 0.0
+
+
 def test_a_redrawn_stop_token_ends_the_action_at_once() -> None:
     sampler = ScriptedSampler(action_tokens=lambda request: 3, reject=token_of(1, 1), redraw=lambda request, index: END)
     _, second = verified_once(scripted_task("t", answers=3), sampler)
