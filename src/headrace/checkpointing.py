@@ -44,6 +44,8 @@ class Restore:
     """That the run may still go back to, oldest first."""
     learning_rate_factor: float = 1.0
     """What rollbacks have multiplied the learning rate by."""
+    rolled_back: bool = False
+    """It goes on from here because what came after was no good."""
 
 
 class RepeatingSource:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from statistics import fmean
 from typing import Any
@@ -65,16 +65,17 @@ class StalenessLoop:
 
     def __init__(self, *, most: int, batch_updates: int, patience: int, state: Mapping[str, Any] | None = None) -> None:
         self._most, self._least, self._step, self._patience = most, min(most, batch_updates - 1), batch_updates, patience
-        state = {"bound": most, "failed": None, "caution": 1} | dict(state or {})
+        state = {"bound": most, "failed": None, "caution": 1, "missed": 0, "good": 0} | dict(state or {})
         self.bound: int = max(self._least, min(most, state["bound"]))
         self._failed: int | None = state["failed"]
         """The bound that was taken back last."""
         self.caution: int = state["caution"]
         """Times longer than usual it waits before it tries that one again."""
-        self._missed = self._good = 0
+        self._missed: int = state["missed"]
+        self._good: int = state["good"]
 
     def state(self) -> dict[str, Any]:
-        return {"bound": self.bound, "failed": self._failed, "caution": self.caution}
+        return {"bound": self.bound, "failed": self._failed, "caution": self.caution, "missed": self._missed, "good": self._good}
 
     def judged(self, *, missed: bool, roomy: bool) -> Action | None:
         """One update missed its target, or has room below it. Returns what became of the bound, None: nothing."""
@@ -97,10 +98,11 @@ class StalenessLoop:
 class RewardWatch:
     """The level of the reward is its mean over the last `batches` batches; noise is known from how much batches in a row differ."""
 
-    def __init__(self, *, drop: float | None, batches: int, state: Mapping[str, Any] | None = None) -> None:
-        """`drop`: share of the gain (highest - first level) that may be lost; None: nothing is judged."""
+    def __init__(self, *, drop: float | None, batches: int, state: Mapping[str, Any] | None = None, recent: Iterable[float] = ()) -> None:
+        """`drop`: share of the gain (highest - first level) that may be lost; None: nothing is judged. `recent`: the newest batches, where the run
+        goes on from them."""
         self._drop = drop
-        self._recent: deque[float] = deque(maxlen=batches)
+        self._recent: deque[float] = deque(recent, maxlen=batches)
         state = state or {}
         self.first: float | None = state.get("first")
         self.best: float | None = state.get("best")
@@ -109,6 +111,11 @@ class RewardWatch:
 
     def state(self) -> dict[str, Any]:
         return {"first": self.first, "best": self.best, "steps": list(self._steps)}
+
+    @property
+    def recent(self) -> tuple[float, ...]:
+        """Mean rewards of the newest batches."""
+        return tuple(self._recent)
 
     def seen(self, reward: float) -> None:
         if self._recent:
@@ -143,10 +150,15 @@ class RewardWatch:
 
 
 class Governor:
-    """Of one conductor; after a restore it goes on from what the checkpoint kept of the one before."""
+    """Of one conductor; after a restore it goes on from what the checkpoint kept of the one before.
+
+    That is all of it, as if nothing had happened, but after a rollback: then what came last and what had been counted in a row is forgotten, so
+    that the run has its time to show whether it is better now.
+    """
 
     def __init__(self, settings: Settings, pool: ExperiencePool, events: EventSink, *, restore: Restore | None) -> None:
         state = {} if restore is None else restore.state.get("governor", {})
+        counted = {} if restore is None or restore.rolled_back else state.get("counted", {})
         self._rules, self._max_refused = settings.governor, settings.learner.max_refused_updates
         self._adapts = self._rules.adapt_staleness and settings.run.mode is Mode.ASYNC
         self._pool, self._events = pool, events
@@ -160,14 +172,17 @@ class Governor:
         )
         if self._loop.bound < settings.max_staleness:
             pool.bound_staleness(self._loop.bound)
-        self._reward = RewardWatch(drop=self._rules.reward_drop, batches=REWARD_BATCHES, state=state.get("reward"))
-        self._refused = self._collapsed = self._missed = 0
-        self._refused_of: deque[bool] = deque(maxlen=4 * self._max_refused)
-        self._flushed_batches = 0
-        self._off_target = False
+        self._reward = RewardWatch(drop=self._rules.reward_drop, batches=REWARD_BATCHES, state=state.get("reward"), recent=counted.get("recent", ()))
+        self._refused: int = counted.get("refused", 0)
+        self._collapsed: int = counted.get("collapsed", 0)
+        self._missed: int = counted.get("missed", 0)
+        self._refused_of: deque[bool] = deque(counted.get("refused_of", ()), maxlen=4 * self._max_refused)
+        self._flushed_batches: int = counted.get("flushed_batches", 0)
+        self._off_target: bool = counted.get("off_target", False)
         """The last update missed a target."""
         self._saved = self._holds_back = False
-        self._max_empty, self._empty_rewards = settings.run.max_empty_batches, list[float]()
+        self._max_empty = settings.run.max_empty_batches
+        self._empty_rewards: list[float] = list(counted.get("empty_rewards", ()))
         self._rewards = list(state.get("rewards", (0, 0.0)))
 
     # --- what happened ----------------------------------------------------------------------------------------------------
@@ -208,7 +223,12 @@ class Governor:
     def saved(self) -> dict[str, Any]:
         """A checkpoint is made: what it keeps of the governor."""
         self._saved = True
-        return {"staleness": self._loop.state(), "reward": self._reward.state(), "rewards": self._rewards}
+        counted = {
+            "recent": self._reward.recent, "refused": self._refused, "collapsed": self._collapsed, "missed": self._missed,
+            "refused_of": list(self._refused_of), "flushed_batches": self._flushed_batches, "off_target": self._off_target,
+            "empty_rewards": list(self._empty_rewards),
+        }  # fmt: skip
+        return {"staleness": self._loop.state(), "reward": self._reward.state(), "rewards": list(self._rewards), "counted": counted}
 
     # --- judgements -------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fakes.journal import MemoryJournal
@@ -12,6 +12,7 @@ from fakes.runs import RecordingLog, ScriptedRun
 from headrace import clock
 from headrace.checkpointing import Restore
 from headrace.errors import HeadraceError, RollBackError, WorkerLostError, first_error
+from headrace.events import ResumeCause
 from headrace.restoration import Restoration, Return
 from headrace.runtime.resumption import start_state
 from headrace.types import PolicyVersion
@@ -77,7 +78,8 @@ class RestoredRun(ScriptedRun):
             numbers = [state["version"][1] for _, state in self.journal.states]
             keep = max((index for index, number in enumerate(numbers) if number <= back.newest_update), default=0)
             del self.journal.states[keep + 1 :]
-        self.restore, self.start = self.journal.restore()
+        restore, self.start = self.journal.restore()
+        self.restore = replace(restore, rolled_back=back.cause is ResumeCause.ROLL_BACK)
 
     async def _live(self, restoration: Restoration) -> None:
         self.build()

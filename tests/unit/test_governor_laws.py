@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from contextlib import nullcontext
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from fakes.made_events import statistics
 from fakes.runs import RecordingLog, run_settings
+from headrace.checkpointing import Restore
 from headrace.clock import run_virtual
+from headrace.config import Settings
 from headrace.errors import DivergedError
 from headrace.governor import LOOSEN_PATIENCE, MAX_CAUTION, REWARD_BATCHES, Action, Governor, RewardWatch, StalenessLoop
 from headrace.pool.pool import ExperiencePool
@@ -140,6 +143,50 @@ def test_what_is_known_survives_a_restore_but_the_newest_batches_do_not() -> Non
 @pytest.mark.parametrize(("level", "falls"), [(0.8, False), (0.3, True)])
 def test_the_newest_three_batches_say_whether_weights_are_worth_keeping(level: float, falls: bool) -> None:
     assert watch([*noisy(0.2, 20), *noisy(0.8), level, level, level]).falling() is falls
+
+
+# --- what a checkpoint keeps
+
+
+def restored(settings: Settings, governor: Governor, *, rolled_back: bool = False) -> Governor:
+    state = {"governor": json.loads(json.dumps(governor.saved()))}
+    restore = Restore(version=PolicyVersion(0, 1), state=state, held={}, records=[], rolled_back=rolled_back)
+    return Governor(settings, ExperiencePool(settings), RecordingLog(), restore=restore)
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_what_was_counted_in_a_row_goes_on_after_a_restart_but_not_after_a_rollback(rolled_back: bool) -> None:
+    async def main() -> None:
+        settings = run_settings()
+        before = Governor(settings, ExperiencePool(settings), RecordingLog(), restore=None)
+        for _ in range(settings.governor.collapse_updates - 1):
+            before.updated(update(effective_sample_size=0.05), 0.5)
+        after = restored(settings, before, rolled_back=rolled_back)
+        with pytest.raises(DivergedError, match="3 updates in a row were beyond") if not rolled_back else nullcontext():
+            after.updated(update(effective_sample_size=0.05), 0.5)
+
+    run_virtual(main())
+
+
+def test_a_governor_that_was_kept_in_between_does_what_one_that_never_stopped_does() -> None:
+    """Bound, cool-down, level of the reward and refusals: over a course that tightens, waits and loosens, cut after every update."""
+    course = [0.3] * 4 + [0.9] * 40 + [0.3] * 3 + [0.6] * 5 + [0.9] * 60
+
+    async def main() -> None:
+        settings = run_settings(num_updates=1000, governor={"adapt_staleness": True, "reward_drop": 0.9}, max_staleness=8)
+        never_stopped = Governor(settings, ExperiencePool(settings), RecordingLog(), restore=None)
+        stopped = Governor(settings, ExperiencePool(settings), RecordingLog(), restore=None)
+        bounds = set()
+        for number, size in enumerate(course):
+            for one in (never_stopped, stopped):
+                one.updated(update(effective_sample_size=size), 0.5 + 0.01 * (number % 3))
+            assert stopped.saved() == never_stopped.saved()
+            stopped = restored(settings, stopped)
+            assert stopped._pool.max_staleness == never_stopped._pool.max_staleness
+            bounds.add(never_stopped._pool.max_staleness)
+        assert len(bounds) > 2, "it tightened and loosened"
+
+    run_virtual(main())
 
 
 # --- failure

@@ -3,7 +3,7 @@
     config.json, model*.safetensors, tokenizer files     as transformers writes them (with LoRA: the merged model)
     adapter/                                             with LoRA: the adapter alone, as peft loads it
     optimizer.safetensors                                AdamW's moments and step counts by parameter name; data, not code
-    learner.json                                         schema, version, ancestry, settings
+    learner.json                                         schema, version, ancestry, settings, what the guard of updates knows
     manifest.json                                        size and SHA-256 of all these, written last, checked before anything is loaded
 
 Written to a directory beside the target, flushed to disk, then renamed: whole or absent.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class LearnerState:
     settings: dict[str, Any]
     learning_rate_factor: float
     """What rollbacks had multiplied the learning rate by."""
+    guard: dict[str, list[float]]
+    """Of learner/guard.py; empty in a checkpoint of a headrace that kept nothing of it."""
 
 
 def save_checkpoint(
@@ -56,6 +59,7 @@ def save_checkpoint(
     *,
     adapters: Adapters | None = None,
     learning_rate_factor: float = 1.0,
+    guard: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the directory, replacing one of that name. Raises CheckpointError; then the old one, if any, is still there."""
     partial = directory.parent / f".{directory.name}.partial"
@@ -73,7 +77,7 @@ def save_checkpoint(
         save_file(_moments(model, optimizer), partial / OPTIMIZER_FILE)
         learner = {
             "schema": SCHEMA, "version": list(version), "ancestry": sorted(ancestry.items()), "learning_rate_factor": learning_rate_factor,
-            "settings": settings.model_dump(mode="json"),
+            "guard": dict(guard or {}), "settings": settings.model_dump(mode="json"),
         }  # fmt: skip
         (partial / LEARNER_FILE).write_text(json.dumps(learner, indent=1), encoding="utf-8")
         write_manifest(partial)
@@ -130,6 +134,7 @@ def _read_state(directory: Path) -> LearnerState:
         ancestry={int(lineage): int(number) for lineage, number in learner["ancestry"]},
         settings=learner["settings"],
         learning_rate_factor=float(learner.get("learning_rate_factor", 1.0)),
+        guard={name: [float(value) for value in values] for name, values in learner.get("guard", {}).items()},
     )
 
 

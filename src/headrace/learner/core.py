@@ -198,7 +198,7 @@ class LearnerRank:
         if self._rank == 0:
             save_checkpoint(
                 Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings,
-                adapters=self._adapters, learning_rate_factor=self.learning_rate_factor,
+                adapters=self._adapters, learning_rate_factor=self.learning_rate_factor, guard=self._guard.state(),
             )  # fmt: skip
 
     def begin_again(self, lineage: int) -> None:
@@ -215,6 +215,7 @@ class LearnerRank:
         self._version = PolicyVersion(state.version.lineage + 1 if lineage is None else lineage, state.version.number)
         self._ancestry = {**state.ancestry, self._version.lineage: self._version.number}
         self.learning_rate_factor = state.learning_rate_factor
+        self._guard.restore(state.guard)
 
     def _unpack(self, selection: Selection) -> Batch:
         settings = self._settings

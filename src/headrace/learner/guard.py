@@ -6,13 +6,15 @@ from their median absolute deviation (x 1.4826, Rousseeuw and Croux 1993), so ne
 move the bound where it does harm. A batch explodes when the policy has moved over MAX_KL away from the one that sampled it, and
 KL_FACTOR times further than usual: its importance ratios say nothing any more.
 
-Refused updates stay in the window: a run whose norms have risen for good is refused for half a window at most.
+Refused updates stay in the window: a run whose norms have risen for good is refused for half a window at most. The window is part of a
+checkpoint, so a run that goes on from one knows what is usual in it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 WINDOW = 64
@@ -40,6 +42,15 @@ class Guard:
     def on(self) -> bool:
         """Whether it looks at the KL at all."""
         return self._factor > 0
+
+    def state(self) -> dict[str, list[float]]:
+        """The window, JSON values."""
+        return {"log_norms": list(self._log_norms), "kls": list(self._kls)}
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Goes on from a window. An empty mapping, as of a checkpoint that kept none: from an empty one."""
+        self._log_norms = deque(state.get("log_norms", ()), maxlen=WINDOW)
+        self._kls = deque(state.get("kls", ()), maxlen=WINDOW)
 
     def refusal(self, norm: float, kl: float) -> str | None:
         """Why this update must not be made, None otherwise. `norm`: of the gradient; `kl`: KL(sampler || learner) before it, nats a token."""

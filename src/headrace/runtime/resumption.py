@@ -17,7 +17,7 @@ from headrace.conductor import Conductor
 from headrace.config import Settings
 from headrace.config_loading import ResolvedSettings, value_of
 from headrace.errors import ConfigError, Problem
-from headrace.events import RunResumed, RunStarted
+from headrace.events import ResumeCause, RunResumed, RunStarted
 from headrace.manifest import find_damage
 from headrace.pool.journal import Consumed
 from headrace.pool.pool import ExperiencePool
@@ -105,6 +105,7 @@ def find_resumption(directory: Path, settings: Settings, back: Return | None = N
             records=journal.records,
             checkpoints=[path for _, path, _ in whole],
             learning_rate_factor=factor * (1.0 if back is None else back.learning_rate_factor),
+            rolled_back=back is not None and back.cause is ResumeCause.ROLL_BACK,
         ),
         start=PolicyVersion(lineage + 1, version.number),
         next_record=journal.highest + 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -64,3 +65,19 @@ def test_a_batch_is_refused_that_the_policy_has_left_behind() -> None:
 def test_a_factor_of_0_leaves_only_what_is_not_finite() -> None:
     made = guard([0.5] * WINDOW, factor=0.0)
     assert not made.on and made.refusal(1e12, 1e3) is None
+
+
+@given(st.lists(st.floats(1e-6, 1e6), max_size=2 * WINDOW), st.lists(st.floats(1e-6, 1e6), max_size=WINDOW))
+def test_a_guard_that_was_kept_in_between_refuses_what_one_that_never_stopped_refuses(before: list[float], after: list[float]) -> None:
+    never_stopped, stopped = (Guard(explosion_factor=FACTOR, max_gradient_norm=1.0) for _ in range(2))
+    for norm in before:
+        assert never_stopped.refusal(norm, norm * 1e-3) == stopped.refusal(norm, norm * 1e-3)
+    again = Guard(explosion_factor=FACTOR, max_gradient_norm=1.0)
+    again.restore(json.loads(json.dumps(stopped.state())))
+    assert [again.refusal(norm, norm) for norm in after] == [never_stopped.refusal(norm, norm) for norm in after]
+
+
+def test_a_checkpoint_that_kept_nothing_begins_with_an_empty_window() -> None:
+    made = guard([0.5] * LEAST)
+    made.restore({})
+    assert made.refusal(0.5 * FACTOR * 10, 0.0) is None

@@ -481,6 +481,22 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(model_path: Path, t
     assert same(before, weights(other)) and other.version == PolicyVersion(0, 0)
 
 
+def test_what_the_guard_of_updates_knows_is_in_the_checkpoint(model_path: Path, tmp_path: Path) -> None:
+    before, loaded = make_rank(model_path), make_rank(model_path)
+    for _ in range(2):
+        before.learn(make_selection(mixed_trajectories(4)))
+    before.save(tmp_path / "c")
+    loaded.load(tmp_path / "c")
+    assert len(before._guard.state()["log_norms"]) == 2 and loaded._guard.state() == before._guard.state()
+    facts = json.loads((tmp_path / "c/learner.json").read_text())
+    del facts["guard"]  # of a headrace that kept nothing of it
+    (tmp_path / "c/learner.json").write_text(json.dumps(facts))
+    (tmp_path / "c/manifest.json").unlink()
+    write_manifest(tmp_path / "c")
+    loaded.load(tmp_path / "c")
+    assert loaded._guard.state() == {"log_norms": [], "kls": []}
+
+
 def test_what_rollbacks_made_of_the_learning_rate_is_in_the_checkpoint(model_path: Path, tmp_path: Path) -> None:
     plain, slower = make_rank(model_path), make_rank(model_path)
     slower.learning_rate_factor = 0.25
