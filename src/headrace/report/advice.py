@@ -61,7 +61,7 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
     waits_for_batch = _mean_share(learners, "batch")
     environment, admission = _mean_share(samplers, "environment"), _mean_share(samplers, "admission")
     rollouts, bookkeeping = _mean_share(samplers, "rollouts"), _mean_share(samplers, "bookkeeping")
-    more = f"run.num_samplers={len(samplers) + 1}"
+    more = f"run.num_samplers={len(samplers) + 1} where another core or GPU is free"
     if admission > _IDLE:
         learner_busy = sum(row["busy_fraction"] for row in learners) / len(learners)
         if learner_busy > _FULL:
@@ -83,14 +83,19 @@ def _bottleneck(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], s
 
 
 def _tail(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
-    thin = [row for row in rows if row["role"] == "sampler" and row["busy_fraction"] > _FULL and row["occupancy"] < 0.5 * row["busy_fraction"]]
+    thin = [row for row in rows if row["role"] == "sampler" and _in_steps(row) > _FULL and row["occupancy"] < 0.5 * row["busy_fraction"]]
     if not thin:
         return None
     worst = min(thin, key=lambda row: row["occupancy"])
     return (
-        f"{worst['name']} is busy {worst['busy_fraction']:.0%} and filled {worst['occupancy']:.0%}: few sequences run at once; "
+        f"{worst['name']} decodes {_in_steps(worst):.0%} of its time and is filled {worst['occupancy']:.0%}: few sequences run at once; "
         f"try {_double(settings, 'pool', 'max_staleness')}, or sampler.max_running={worst['capacity']:.0f} if it is lower"
     )
+
+
+def _in_steps(row: Mapping[str, Any]) -> float:
+    """Share of its time in decode steps: the model's work and the Python around it."""
+    return float(row["busy_fraction"] + row["idle_seconds"].get("bookkeeping", 0.0) / row["allocated_seconds"])
 
 
 def _recomputed(cache: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

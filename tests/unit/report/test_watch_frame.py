@@ -176,7 +176,7 @@ def test_slowest_rollouts_are_shown_with_what_they_wait_for() -> None:
 @pytest.mark.parametrize(
     ("samplers", "settings", "words"),
     [
-        ("busy", {}, "learner idle 80%: samplers are the bottleneck; try run.num_samplers=2"),
+        ("busy", {}, "learner idle 80%: samplers are the bottleneck; try run.num_samplers=2 where another core or GPU is free"),
         (
             "environment",
             {"pool": {"max_staleness": 8}},
@@ -201,7 +201,8 @@ def python_run(*, waits: float, idle: dict[str, float]) -> str:
 
 def test_a_sampler_that_is_in_python_is_told_apart_from_one_that_waits_for_environments() -> None:
     text = python_run(waits=6.0, idle={"rollouts": 3.0, "bookkeeping": 1.5, "environment": 3.5})
-    assert "samplers are 45% in Python: 30% of rollouts, 15% around the model's steps; try run.num_samplers=2, the learner could take 2.5 x as much" in text
+    assert "samplers are 45% in Python: 30% of rollouts, 15% around the model's steps; try run.num_samplers=2 where" in text
+    assert "another core or GPU is free, the learner could take 2.5 x as much" in text
     assert "environments" not in text and "learner idle" not in text
     assert "wait for their environments" in python_run(waits=6.0, idle={"rollouts": 2.0, "bookkeeping": 1.5, "environment": 4.0})
 
@@ -241,7 +242,7 @@ def test_few_sequences_at_once_are_told_apart_from_idleness() -> None:
         (10.0, active("sampler-0", 10.0, running={1: 9.5}, idle={"gather": 0.5})),
     ]
     text = picture(lines_of(timed), settings={"pool": {"max_staleness": 4}}, width=200)
-    assert "sampler-0 is busy 95% and filled 12%: few sequences run at once; try pool.max_staleness=8 (now 4)" in text
+    assert "sampler-0 decodes 95% of its time and is filled 12%: few sequences run at once; try pool.max_staleness=8 (now 4)" in text
 
 
 def test_run_without_a_fault_gets_no_advice() -> None:
