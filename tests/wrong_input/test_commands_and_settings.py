@@ -89,3 +89,45 @@ def test_wrong_command(arguments: tuple[str, ...], says: tuple[str, ...], capsys
     before = sorted(Path().rglob("*"))
     assert_ended_as_said(row, command(capsys, *arguments))
     assert sorted(Path().rglob("*")) == before
+
+
+MODEL = """{"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+"intermediate_size": 18944, "vocab_size": 152064}"""
+
+OPTIONS: list[tuple[tuple[str, ...], str | None, object, str | None, str]] = [  # command, key, value, limit, what it says
+    (("rnu", "wrong"), "COMMAND", "rnu", "run, resume", "Did you mean 'run'?"),
+    (("run", "wrong", "--dry-rum"), "--dry-rum", "--dry-rum", None, "Did you mean '--dry-run'?"),
+    (("run", "wrong", "--dry"), "--dry", "--dry", None, "Unknown argument '--dry'"),
+    (("plan", "profile.json", "--gpu", "4"), "--gpu", "--gpu", None, "Did you mean '--gpus'?"),
+    (("plan", "profile.json", "--gpus=x"), "--gpus", "x", "a whole number, at least 1", "--gpus is 'x'"),
+    (("plan", "profile.json"), "--gpus", None, None, "required: --gpus"),
+    (("run",), "RECIPE", None, None, "required: RECIPE."),
+    (("profile",), "RUN|RECIPE|MODEL", None, None, "required: RUN|RECIPE|MODEL."),
+    (("run", "wrong", "--run-dir"), "--run-dir", None, None, "expected one argument"),
+    (("run", "wrong", "--log", "tensorbord"), "--log", "tensorbord", "tensorboard, wandb", "Did you mean 'tensorboard'?"),
+    (("compare", "wrong", "--target", "nan"), "--target", "nan", "a finite number", "--target is 'nan'"),
+    (("compare", "wrong", "--devices", "1"), "--devices", "1", "a whole number, at least 2", "--devices is '1'"),
+    (("trajectories", "run", "--min-staleness", "-1"), "--min-staleness", "-1", "a whole number, at least 0", "--min-staleness is '-1'"),
+    (("trajectories", "run", "--min-reward", "nan"), "--min-reward", "nan", "a finite number", "--min-reward is 'nan'"),
+    (("profile", "run", "--updates", "3"), "--updates", 3, None, "'run' is a run"),
+    (("profile", "model/config.json", "--device", "H100", "--updates", "3"), "--updates", 3, None, "nothing is run"),
+    (("profile", "model/config.json"), "--device", None, None, "Add --device"),
+    (("profile", "model"), "--device", None, None, "Add --device"),
+    (("profile", "model/config.json", "--device", "H100", "--tensor-parallel", "3"), "--tensor-parallel", 3, "a divisor of 28", "28 attention heads"),
+    (("simulate", "plan.json", "--failures", "1"), "--failures", "1", "a number, at least 0 and below 1", "--failures is '1'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "key", "value", "limit", "says"), OPTIONS, ids=[" ".join(row[0]) for row in OPTIONS])
+def test_wrong_options_name_the_option_its_value_and_what_it_may_be(
+    arguments: tuple[str, ...], key: str | None, value: object, limit: str | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_recipe(Path("wrong"), Wrong(did="nothing", says=()))
+    for name, text in (("model/config.json", MODEL), ("run/events.jsonl", "")):
+        Path(name).parent.mkdir()
+        Path(name).write_text(text)
+    ended = command(capsys, *arguments)
+    error = ended.error
+    assert (ended.code, error["kind"], error["key"], error["value"]) == (2, "ConfigError", key, value), ended.people
+    assert (error["limit"] or "").startswith(limit or "") and (limit is not None or error["limit"] is None)
+    assert says in ended.people and error["remedy"] and "Traceback" not in ended.people and "_count" not in ended.people

@@ -55,9 +55,6 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Raises ConfigError with what is wrong in the arguments."""
     given = [_arm(words) for words in arguments.arm or ()]
-    for option, value, least in (("--seeds", arguments.seeds, 1), ("--devices", arguments.devices, 2), ("--evaluate-every", arguments.evaluate_every, 1)):
-        if value is not None and value < least:
-            raise ConfigError([Problem(key=option, value=value, limit=f"at least {least}", message=f"{option} is {value}, it must be at least {least}.")])
     name = load_settings(arguments.recipe, arguments.overrides).settings.run.name
     directory = Path(arguments.run_dir or Path("runs") / f"compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return Plan(

@@ -12,12 +12,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 from headrace import __version__
 from headrace.cli import interrupts
+from headrace.cli.arguments import AMOUNT, COUNT, COUNT_FROM_0, COUNT_FROM_2, FINITE, SHARE, Parser
 from headrace.cli.output import INTERRUPTED, INTERRUPTED_ERROR, Output
-from headrace.errors import ConfigError, HeadraceError, Problem
+from headrace.errors import ConfigError, HeadraceError
 
 _RECIPE_HELP = "a recipe file, a directory with recipe.toml, or a shipped name such as door"
 _RUN_HELP = "a run directory, or its name below runs/"
@@ -38,17 +38,10 @@ start-up counts as time. Time to reward: from when the mean of 3 evaluations sta
 Intervals are 95 %, over seeds, of differences paired by seed."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would write to stderr and exit, so that --json holds for wrong usage too."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem(message=f"{message[0].upper()}{message[1:]}.", remedy=f"See '{self.prog} --help'.")])
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="headrace", description="Asynchronous reinforcement-learning post-training for language models and agents.")
+def build_parser() -> Parser:
+    parser = Parser(prog="headrace", description="Asynchronous reinforcement-learning post-training for language models and agents.")
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -57,9 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = command("run", "train on a recipe")
     run.add_argument("recipe", metavar="RECIPE", help=_RECIPE_HELP)
-    run.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
+    run.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     run.add_argument("--plan", metavar="FILE", help="run it as headrace plan proposed: a plan.json, or the settings of its --overlay; KEY=VALUE still wins")
-    run.add_argument("--rank", metavar="N", type=_count, help="which plan of a plan.json (default: 1, the best)")
+    run.add_argument("--rank", metavar="N", type=COUNT, help="which plan of a plan.json (default: 1, the best)")
     run.add_argument("--run-dir", metavar="DIRECTORY", help="where everything of the run goes (default: runs/NAME-TIME)")
     run.add_argument("--dry-run", action="store_true", help="print every resolved setting and where it came from; start nothing")
     _add_log_argument(run)
@@ -68,12 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluate = command("eval", "evaluate a checkpoint on a recipe's evaluation tasks")
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", help="a Hugging Face directory, or a run (its newest checkpoint)")
-    evaluate.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
+    evaluate.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     evaluate.add_argument("--recipe", metavar="RECIPE", help=f"{_RECIPE_HELP} (default: the config.toml of the run)")
 
     config = command("config", "print every resolved setting and where it came from")
     config.add_argument("recipe", metavar="RECIPE", help=_RECIPE_HELP)
-    config.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP)
+    config.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
 
     new = command("new", "make a task of your own that runs as it is")
     new.add_argument("directory", metavar="DIRECTORY", help="the folder to make; its last part is the task's name")
@@ -97,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_resume_arguments(resume: argparse.ArgumentParser) -> None:
     resume.add_argument("run", metavar="RUN", help=_RUN_HELP)
-    resume.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings that change, for example run.num_updates=200")
+    resume.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings that change, for example run.num_updates=200")
     _add_log_argument(resume)
 
 
@@ -109,14 +102,14 @@ def _add_compare_arguments(compare: argparse.ArgumentParser) -> None:
     compare.description = _COMPARE_TEXT
     compare.formatter_class = argparse.RawDescriptionHelpFormatter
     compare.add_argument("recipe", metavar="RECIPE", help=_RECIPE_HELP)
-    compare.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of every arm")
+    compare.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings of every arm")
     compare.add_argument(
         "--arm", metavar=("NAME", "KEY=VALUE"), nargs="+", action="append", help="one more arm, or more settings for sync or async; several times"
     )
-    compare.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each arm, paired by seed (default: 3)")
-    compare.add_argument("--devices", metavar="N", type=int, help="devices of each arm (default: as many as the recipe uses, at least 2)")
-    compare.add_argument("--evaluate-every", metavar="UPDATES", type=int, help="updates between evaluated checkpoints (default: a twentieth of the run)")
-    compare.add_argument("--target", metavar="VALUE", type=float, help="evaluation to reach (default: the baseline's final mean - 0.01)")
+    compare.add_argument("--seeds", metavar="N", type=COUNT, default=3, help="runs of each arm, paired by seed (default: 3)")
+    compare.add_argument("--devices", metavar="N", type=COUNT_FROM_2, help="devices of each arm (default: as many as the recipe uses, at least 2)")
+    compare.add_argument("--evaluate-every", metavar="UPDATES", type=COUNT, help="updates between evaluated checkpoints (default: a twentieth of the run)")
+    compare.add_argument("--target", metavar="VALUE", type=FINITE, help="evaluation to reach (default: the baseline's final mean - 0.01)")
     compare.add_argument("--baseline", metavar="NAME", help="the arm that the others are held against (default: sync)")
     compare.add_argument("--profile", metavar="FILE", help="what headrace profile wrote: every run is promised how long it takes before it starts")
     compare.add_argument("--run-dir", metavar="DIRECTORY", help="where everything goes (default: runs/compare-NAME-TIME); one that was cut goes on")
@@ -130,28 +123,28 @@ def _add_report_arguments(report: argparse.ArgumentParser) -> None:
 
 def _add_profile_arguments(profile: argparse.ArgumentParser) -> None:
     profile.add_argument("what", metavar="RUN|RECIPE|MODEL", help="a run directory; a recipe, of which a short run is made; with --device a config.json")
-    profile.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of the measuring run of a recipe")
+    profile.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings of the measuring run of a recipe")
     profile.add_argument("--out", metavar="FILE", default="profile.json", help="where the profile goes (default: profile.json)")
-    profile.add_argument("--updates", metavar="N", type=_count, default=12, help="updates of the measuring run (default: 12)")
+    profile.add_argument("--updates", metavar="N", type=COUNT, help="updates of the measuring run (default: 12)")
     profile.add_argument("--run-dir", metavar="DIRECTORY", help="keep the measuring run here (default: it is removed)")
     profile.add_argument("--device", metavar="NAME", help="estimate without hardware: H100, H200, A100, H20, B200, L40S, or a device.toml")
-    profile.add_argument("--tensor-parallel", metavar="N", type=_count, help="devices of one engine (estimates; default: 1)")
+    profile.add_argument("--tensor-parallel", metavar="N", type=COUNT, help="devices of one engine (estimates; default: 1)")
     profile.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "fp8"), help="of the weights (estimates; default: bfloat16)")
-    profile.add_argument("--prompt-tokens", metavar="N", type=_amount, help="mean (estimates; default: 200)")
-    profile.add_argument("--answer-tokens", metavar="N", type=_amount, help="mean (estimates; default: 1000)")
-    profile.add_argument("--max-answer-tokens", metavar="N", type=_amount, help="longest (estimates; default: none)")
-    profile.add_argument("--group-size", metavar="N", type=_count, help="trajectories of one task (estimates; default: 8)")
+    profile.add_argument("--prompt-tokens", metavar="N", type=AMOUNT, help="mean (estimates; default: 200)")
+    profile.add_argument("--answer-tokens", metavar="N", type=AMOUNT, help="mean (estimates; default: 1000)")
+    profile.add_argument("--max-answer-tokens", metavar="N", type=AMOUNT, help="longest (estimates; default: none)")
+    profile.add_argument("--group-size", metavar="N", type=COUNT, help="trajectories of one task (estimates; default: 8)")
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("profile", metavar="PROFILE", help="what headrace profile wrote")
-    plan.add_argument("--gpus", metavar="N", type=_count, required=True, help="devices to share out")
-    plan.add_argument("--max-staleness", metavar="UPDATES", type=_count_from_0, help="how old a trained token may be (default: 8; 0: synchronous plans only)")
+    plan.add_argument("--gpus", metavar="N", type=COUNT, required=True, help="devices to share out")
+    plan.add_argument("--max-staleness", metavar="UPDATES", type=COUNT_FROM_0, help="how old a trained token may be (default: 8; 0: synchronous plans only)")
     plan.add_argument("--batch", metavar="B[,B]", help="trajectories of an update; several are compared (default: as in the profiled run, else 64 groups)")
-    plan.add_argument("--group-size", metavar="G", type=_count, help="trajectories of one task (default: the profile's)")
-    plan.add_argument("--updates", metavar="U", type=_count, help="updates to make (default: 100)")
-    plan.add_argument("--price", metavar="P", type=_amount, help="of one device for an hour, in any currency")
-    plan.add_argument("--deadline", metavar="HOURS", type=_amount, help="when it must be done")
+    plan.add_argument("--group-size", metavar="G", type=COUNT, help="trajectories of one task (default: the profile's)")
+    plan.add_argument("--updates", metavar="U", type=COUNT, help="updates to make (default: 100)")
+    plan.add_argument("--price", metavar="P", type=AMOUNT, help="of one device for an hour, in any currency")
+    plan.add_argument("--deadline", metavar="HOURS", type=AMOUNT, help="when it must be done")
     plan.add_argument(
         "--what-if", metavar="INPUT=FACTORx", action="append",
         help="change an input: answers, prompts, tools, tail, decode, learn, weights, kv; decode=0.8x: a step takes 0.8 times as long; several times",
@@ -159,27 +152,27 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--out", metavar="FILE", default="plan.json", help="where the plan goes (default: plan.json)")
     plan.add_argument("--overlay", metavar="FILE", help="also write the best plan as settings in TOML, for headrace run RECIPE --plan FILE")
     plan.add_argument("--report", metavar="FILE", help="also write an HTML page with the plans, and production and consumption as a figure")
-    plan.add_argument("--rollouts", metavar="N", type=_count_from_0, help="simulated at most, to check the best plans (0: closed forms only, at once)")
+    plan.add_argument("--rollouts", metavar="N", type=COUNT_FROM_0, help="simulated at most, to check the best plans (0: closed forms only, at once)")
 
 
 def _add_simulate_arguments(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("plan", metavar="PLAN", help="what headrace plan wrote, or a profile: then the setup of the run that was profiled")
-    simulate.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES_HELP.replace("recipe", "plan"))
-    simulate.add_argument("--rank", metavar="R", type=_count, help="which of the plans (default: 1, the best)")
+    simulate.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP.replace("recipe", "plan"))
+    simulate.add_argument("--rank", metavar="R", type=COUNT, help="which of the plans (default: 1, the best)")
     simulate.add_argument("--run-dir", metavar="DIRECTORY", help="where everything goes (default: runs/simulated-NAME-TIME)")
-    simulate.add_argument("--seed", metavar="N", type=_count_from_0, help="of lengths and waits (default: 0)")
-    simulate.add_argument("--updates", metavar="U", type=_count, help="updates to make (default: the plan's)")
-    simulate.add_argument("--failures", metavar="SHARE", type=_share, default=0.0, help="of the rollouts that fail and are tried again (default: 0)")
+    simulate.add_argument("--seed", metavar="N", type=COUNT_FROM_0, help="of lengths and waits (default: 0)")
+    simulate.add_argument("--updates", metavar="U", type=COUNT, help="updates to make (default: the plan's)")
+    simulate.add_argument("--failures", metavar="SHARE", type=SHARE, default=0.0, help="of the rollouts that fail and are tried again (default: 0)")
 
 
 def _add_trajectories_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
     parser.add_argument("--task", metavar="ID", help="only of this task")
-    parser.add_argument("--min-reward", metavar="R", type=float, help="only with at least this reward")
-    parser.add_argument("--max-reward", metavar="R", type=float, help="only with at most this reward")
-    parser.add_argument("--min-staleness", metavar="UPDATES", type=int, help="only with a token at least so old when it was trained")
+    parser.add_argument("--min-reward", metavar="R", type=FINITE, help="only with at least this reward")
+    parser.add_argument("--max-reward", metavar="R", type=FINITE, help="only with at most this reward")
+    parser.add_argument("--min-staleness", metavar="UPDATES", type=COUNT_FROM_0, help="only with a token at least so old when it was trained")
     parser.add_argument("--key", action="store_true", help="only with key steps")
-    parser.add_argument("--limit", metavar="N", type=_count, help="at most so many (default: 10; all in an export)")
+    parser.add_argument("--limit", metavar="N", type=COUNT, help="at most so many (default: 10; all in an export)")
     parser.add_argument("--export", metavar="FILE", help="write them to FILE.parquet or FILE.jsonl, with their text")
 
 
@@ -189,36 +182,8 @@ def _add_mark_arguments(parser: argparse.ArgumentParser) -> None:
         "--rule", metavar="RULE", action="append", help="observation:REGEX, action:REGEX, tool:NAME or reward:nonzero|positive|negative; several times"
     )
     parser.add_argument("--function", metavar="task:NAME", help="a marking function of the run's recipe")
-    parser.add_argument("--min-advantage", metavar="N", type=float, help="trajectories so many standard deviations from the mean of their group")
-    parser.add_argument("--limit", metavar="N", type=_count, help="examples shown (default: 3)")
-
-
-def _count(given: str) -> int:
-    number = int(given)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _count_from_0(given: str) -> int:
-    number = int(given)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return number
-
-
-def _share(given: str) -> float:
-    number = float(given)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError("must be at least 0 and below 1")
-    return number
-
-
-def _amount(given: str) -> float:
-    number = float(given)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError("must be over 0")
-    return number
+    parser.add_argument("--min-advantage", metavar="N", type=FINITE, help="trajectories so many standard deviations from the mean of their group")
+    parser.add_argument("--limit", metavar="N", type=COUNT, help="examples shown (default: 3)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -257,11 +222,12 @@ def _execute(given: Sequence[str], output: Output) -> int:
 
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     """argparse stops taking KEY=VALUE at the first option after RECIPE; here they may stand anywhere."""
-    arguments, rest = build_parser().parse_known_args(given)
+    parser = build_parser()
+    arguments: argparse.Namespace
+    arguments, rest = parser.parse_known_args(given)
     unknown = [argument for argument in rest if argument.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
-        remedy = f"See 'headrace {arguments.command} --help'."
-        raise ConfigError([Problem(message=f"Unknown argument '{argument}'.", value=argument, remedy=remedy) for argument in unknown])
+        raise ConfigError([parser.subparser(arguments.command).unknown_argument(argument) for argument in unknown])
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments

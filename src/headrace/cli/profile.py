@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.cli import interrupts
@@ -24,6 +24,10 @@ from headrace.planner.shapes import ModelShape
 LENGTH_SPREAD = 0.8
 """Standard deviation of answers / their mean, where only the mean is given (reasoning answers: 0.6 to 1)."""
 _EVALUATION_TASKS = 8
+_DEFAULT_UPDATES = 12
+"""Of the measuring run."""
+_ONLY_MEASURED = ("updates", "run_dir")
+"""Options of the measuring run of a recipe."""
 _ONLY_ESTIMATES = ("dtype", "tensor_parallel", "prompt_tokens", "answer_tokens", "max_answer_tokens", "group_size")
 """Options that need --device."""
 
@@ -65,18 +69,32 @@ def described(profile: Profile) -> list[str]:
 def _make(arguments: argparse.Namespace, output: Output) -> Profile:
     directory = next((path for path in (Path(arguments.what), RUNS / arguments.what) if is_run(path)), None)
     if arguments.device is not None:
+        _refuse_options(arguments, _ONLY_MEASURED, "is for the run that measures a recipe; with --device nothing is run", "Leave it out.")
         return _estimated(arguments)
-    given = [name for name in _ONLY_ESTIMATES if getattr(arguments, name) is not None]
-    if given:
-        option = "--" + given[0].replace("_", "-")
-        what = f"{option} is for estimates, and they need a device."
-        raise ConfigError([Problem(key=option, value=getattr(arguments, given[0]), message=what, remedy="Add --device NAME, or leave it out.")])
+    _refuse_options(arguments, _ONLY_ESTIMATES, "is for estimates, and they need a device", "Add --device NAME, or leave it out.")
     if directory is not None:
+        _refuse_options(arguments, _ONLY_MEASURED, f"is for the run that measures a recipe, and '{arguments.what}' is a run", "Leave it out.")
         if arguments.overrides:
             what = f"'{arguments.what}' is a run: settings such as '{arguments.overrides[0]}' cannot change it."
             raise ConfigError([Problem(key=arguments.overrides[0], message=what, remedy="Leave them out, or give a recipe.")])
         return measure(directory)
+    if _is_model(Path(arguments.what)):
+        what = f"'{arguments.what}' is a model, which is estimated for a device."
+        raise ConfigError([Problem(key="--device", message=what, remedy="Add --device, for example --device H100; or give a run or a recipe.")])
     return _measured(arguments, output)
+
+
+def _refuse_options(arguments: argparse.Namespace, names: Sequence[str], why: str, remedy: str) -> None:
+    given = {"--" + name.replace("_", "-"): value for name in names if (value := getattr(arguments, name)) is not None}
+    if given:
+        raise ConfigError([Problem(key=option, value=value, message=f"{option} {why}.", remedy=remedy) for option, value in given.items()])
+
+
+def _is_model(path: Path) -> bool:
+    """A config.json, or a directory of a model that is no recipe's."""
+    if path.is_dir():
+        return (path / "config.json").is_file() and not (path / "recipe.toml").is_file()
+    return path.is_file() and path.suffix == ".json"
 
 
 def _estimated(arguments: argparse.Namespace) -> Profile:
@@ -84,8 +102,13 @@ def _estimated(arguments: argparse.Namespace) -> Profile:
         what = f"With --device nothing is run: settings such as '{arguments.overrides[0]}' cannot change it."
         raise ConfigError([Problem(key=arguments.overrides[0], message=what, remedy="Leave them out.")])
     device, path = find_device(arguments.device), Path(arguments.what)
+    shape, parallel = ModelShape.load(path), arguments.tensor_parallel or 1
+    if shape.num_heads % parallel:
+        what = f"--tensor-parallel is {parallel}, and the {shape.num_heads} attention heads of '{path}' do not divide by it."
+        limit = f"a divisor of {shape.num_heads}"
+        raise ConfigError([Problem(key="--tensor-parallel", value=parallel, limit=limit, message=what, remedy=f"Give {limit}.")])
     engine = Engine(
-        shape=ModelShape.load(path), device=device, tensor_parallel=arguments.tensor_parallel or 1, dtype=arguments.dtype or "bfloat16"
+        shape=shape, device=device, tensor_parallel=parallel, dtype=arguments.dtype or "bfloat16"
     )  # fmt: skip
     answers, prompts = arguments.answer_tokens or 1000.0, arguments.prompt_tokens or 200.0
     lengths = Distribution.lognormal(answers, LENGTH_SPREAD * answers)
@@ -96,12 +119,12 @@ def _estimated(arguments: argparse.Namespace) -> Profile:
 
 
 def _measured(arguments: argparse.Namespace, output: Output) -> Profile:
-    resolved = load_settings(arguments.what, arguments.overrides)
+    resolved, updates = load_settings(arguments.what, arguments.overrides), arguments.updates or _DEFAULT_UPDATES
     tasks = min(_EVALUATION_TASKS, resolved.settings.evaluation.num_tasks)
-    shortened = [f"run.num_updates={arguments.updates}", "evaluation.every_updates=0", f"evaluation.num_tasks={tasks}", "checkpoint.every_updates=0"]
+    shortened = [f"run.num_updates={updates}", "evaluation.every_updates=0", f"evaluation.num_tasks={tasks}", "checkpoint.every_updates=0"]
     resolved = load_settings(arguments.what, [*arguments.overrides, *shortened])
     with _directory(arguments.run_dir, resolved.settings.run.name) as directory:
-        output.say(f"headrace profile {arguments.what}: {arguments.updates} updates")
+        output.say(f"headrace profile {arguments.what}: {updates} updates")
         _run(resolved, directory, output)
         return measure(directory, kind="measured", origin=str(arguments.what))
 

@@ -203,7 +203,7 @@ def test_people_are_told_the_same_in_words(run_directory: Path, capsys: pytest.C
         (["--function", "task:short"], ("returned 1 weights for 4 steps", "group 0.0, task 'steps'")),
         (["--function", "task:broken"], ("LookupError: no such door (line 19 of task.py)", "task 'short'; the recipe's source has no such task")),
         (["--min-advantage", "0"], ("above 0",)),
-        (["--min-advantage", "much"], ("invalid float",)),
+        (["--min-advantage", "much"], ("a finite number",)),
         (["--limit", "0"], ("at least 1",)),
     ],
 )

@@ -93,7 +93,7 @@ def test_too_few_devices_fail_and_say_how_many_it_takes(tmp_path: Path, monkeypa
         (("profile.json", "--gpus", "4", "--batch", "1,x"), "--batch"),
         (("profile.json", "--gpus", "4", "--what-if", "answer=2x"), "answers=1.5x"),
         (("profile.json", "--gpus", "4", "--max-staleness", "-1"), "at least 0"),
-        (("profile.json", "--gpus", "4", "--deadline", "0"), "over 0"),
+        (("profile.json", "--gpus", "4", "--deadline", "0"), "above 0"),
         (("profile.json", "--gpus", "4", "--rollouts", "0", "--out", "."), "cannot be written"),
     ],
 )

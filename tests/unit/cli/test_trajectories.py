@@ -169,8 +169,8 @@ def test_export_stops_at_the_limit(run_directory: Path, tmp_path: Path, suffix: 
     [
         (["--export", "x.csv"], ".parquet nor .jsonl"),
         (["--export", "x.csv/y"], ".parquet nor .jsonl"),
-        (["--limit", "0"], "must be at least 1"),
-        (["--min-reward", "much"], "invalid float"),
+        (["--limit", "0"], "at least 1"),
+        (["--min-reward", "much"], "a finite number"),
     ],
 )
 def test_wrong_options_are_named_and_nothing_is_written(

@@ -145,8 +145,8 @@ def test_order_of_the_arms_alternates_by_seed(make: Make) -> None:
         (["--arm", "x=1", "y=2"], "'x=1' is not a name"),
         (["--arm", "a/b", "pool.max_staleness=1"], "is not a name for an arm"),
         (["--arm", "a", "pool.max_staleness=1", "--arm", "a", "pool.max_staleness=2"], "two arms are called 'a'"),
-        (["--seeds", "0"], "--seeds is 0, it must be at least 1"),
-        (["--devices", "1"], "--devices is 1, it must be at least 2"),
+        (["--seeds", "0"], "--seeds is '0', it must be a whole number, at least 1"),
+        (["--devices", "1"], "--devices is '1', it must be a whole number, at least 2"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(make: Make, words: list[str], what: str) -> None:
