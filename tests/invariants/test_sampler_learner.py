@@ -17,6 +17,7 @@ from fakes.weights import FakeWeights
 from headrace.clock import run_virtual
 from headrace.learner.batch import weigh
 from headrace.learner.core import LearnerRank
+from headrace.learner.scratch import build_model
 from headrace.sampler.transformers_sampler import TransformersSampler
 from headrace.types import EndReason, RolloutKey, StepRecord, Trajectory, VersionSpan
 from headrace.updates import Selection
@@ -101,6 +102,31 @@ def test_sampler_and_learner_agree_where_each_step_saw_the_newest_observation_on
         settings = make_settings(rollout={"max_tokens": CONTEXT, "max_action_tokens": 16, "context": context}, model={"path": "unused"})
         differences[context] = largest_difference(LearnerRank(str(tiny_model("llama")), settings), selection)
     assert differences["observation"] <= 1e-4 < 1e-2 < differences["trajectory"]
+
+
+def test_sampler_and_learner_agree_where_the_padding_token_was_drawn_as_any_other(tmp_path: Path) -> None:
+    """Neither side masks it: both normalise over the whole vocabulary, and its place in a context is computed."""
+    architecture = {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+        "max_position_embeddings": CONTEXT, "initializer_range": 0.2,
+    }  # fmt: skip
+    characters = "abcdefghijklmnopqrstuvwxyz"[: VOCABULARY - 2]
+    scratch = make_settings(model={"path": None, "architecture": architecture, "characters": characters})
+    build_model(scratch, tmp_path / "model")
+    settings = make_settings(rollout={"max_tokens": CONTEXT, "max_action_tokens": 16}, learner={"learning_rate": 1e-2}, model={"path": "unused"})
+    weights = FakeWeights()
+    learner = LearnerRank(str(tmp_path / "model"), settings, writer=weights)
+    sampler = make_sampler(path=tmp_path / "model", weights=weights)
+    pad = len(characters)
+    for update in (0, 1):
+        selection = draw_selection(sampler, update, first_group=100 * update)
+        trajectories = [Trajectory.from_bytes(member.payload) for member in selection.members]
+        actions = [token for trajectory in trajectories for step in trajectory.steps for token in trajectory.tokens[step.action_start : step.action_end]]
+        assert pad in actions
+        assert largest_difference(learner, selection) <= 1e-4
+        assert learner.learn(selection).refused is None
+        learner.publish()
+        sampler.wake()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
