@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.planner.measure import Recording
-from headrace.planner.overheads import REPORT_SECONDS, dispatch_seconds, handover_seconds, settled
+from headrace.planner.overheads import REPORT_SECONDS, dispatch_seconds, environment_seconds, gap_seconds, handover_seconds, settled, step_seconds, work_share
 
 SIZE = 4
 
@@ -59,3 +59,13 @@ def test_rollouts_that_failed_for_good_do_not_make_a_group_unsettled() -> None:
 def test_at_least_half_of_the_rollouts_are_measured_however_short_the_run() -> None:
     begun = [rollout(group, 0) for group in range(10)]
     assert len(settled(begun)) >= 5
+
+
+def test_steps_and_gaps_are_read_alike_from_events_that_counted_whole_steps_as_busy() -> None:
+    new = {"busy_seconds": 3.0, "idle_seconds": {"bookkeeping": 1.0, "gather": 0.5, "rollouts": 1.5, "environment": 2.0}}
+    new |= {"step_seconds": 4.0, "gap_seconds": 1.0, "environment_seconds": 3.0}
+    old = {"busy_seconds": 4.0, "idle_seconds": {"gather": 1.0, "environment": 3.0}}
+    for activity, share in ((new, 0.75), (old, 1.0)):
+        assert (step_seconds(activity), gap_seconds(activity), environment_seconds(activity)) == (4.0, 1.0, 3.0)
+        assert work_share([{"activity": activity}]) == share
+    assert work_share([]) == 1.0

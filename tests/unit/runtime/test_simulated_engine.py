@@ -93,6 +93,18 @@ def test_tokens_belong_to_the_version_that_drew_them() -> None:
     assert (activity.applied_updates, activity.apply_seconds, activity.sampled_tokens) == (2, 1.0, 42)
 
 
+def test_of_a_step_only_the_models_work_is_busy_and_what_is_between_two_is_the_rollouts_python() -> None:
+    engine = DecodeEngine(random_times(step_seconds=lambda running: 0.010, gap_seconds=lambda running: 0.002, work_share=0.75), max_running=4)
+    engine.waiting.extend(make(index, 100) for index in range(4))
+    (_, end), *_ = run_out(engine)
+    activity = engine.take_activity()
+    assert activity.step_seconds == pytest.approx(end - 100 * 0.002)
+    assert activity.busy_seconds == pytest.approx(0.75 * activity.step_seconds)
+    assert activity.idle_seconds == pytest.approx({"bookkeeping": 0.25 * activity.step_seconds, "rollouts": 0.2})
+    assert activity.seconds == pytest.approx(end)
+    assert activity.decode_work[0][4] == pytest.approx(activity.step_seconds)
+
+
 def test_a_full_kv_cache_throws_out_the_newest_which_draws_the_rest_later() -> None:
     capacity, stream = 900, random.Random(0)
     engine = DecodeEngine(random_times(kv_capacity_tokens=capacity), max_running=64)
