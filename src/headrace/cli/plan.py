@@ -23,6 +23,9 @@ from headrace.report.progress import duration
 DEFAULT_GROUPS = 64
 """Of a batch, where neither the request nor the profile says."""
 DEFAULT_UPDATES = 100
+MOST_DEVICES = 1_000_000
+MOST_TRAJECTORIES = 1_000_000
+"""Of a batch. Beyond them closed forms take minutes, and nothing measured says anything."""
 _ROLLOUTS_THAT_PAY = 7_000
 """Simulated, from which on processes are started for them."""
 _SENSITIVE = 4
@@ -63,6 +66,21 @@ def _simulate(output: Output) -> Simulate:
     return simulate
 
 
+def _check_sizes(arguments: argparse.Namespace, group_size: int, batches: Sequence[int]) -> None:
+    problems = []
+    if arguments.gpus > MOST_DEVICES:
+        what = f"--gpus is {arguments.gpus:,}, at most {MOST_DEVICES:,} can be shared out."
+        problems.append(Problem(key="--gpus", value=arguments.gpus, limit=f"1 to {MOST_DEVICES}", message=what, remedy="Ask for fewer devices."))
+    largest = max(batches)
+    if largest > MOST_TRAJECTORIES:
+        what = f"a batch of {largest:,} trajectories (groups of {group_size:,}) is more than {MOST_TRAJECTORIES:,}."
+        remedy = "Give a smaller --batch or --group-size; without them they are those of the profile's run ('group.size')."
+        file = None if arguments.batch and arguments.group_size else arguments.profile
+        problems.append(Problem(file=file, key="--batch", value=largest, limit=f"at most {MOST_TRAJECTORIES}", message=what, remedy=remedy))
+    if problems:
+        raise ConfigError(problems)
+
+
 def make_request(arguments: argparse.Namespace, profile: Profile) -> Request:
     """What was not given is taken from the run that was profiled. Raises ConfigError."""
     group_size, seen = arguments.group_size or profile.group.size, profile.observed
@@ -71,6 +89,7 @@ def make_request(arguments: argparse.Namespace, profile: Profile) -> Request:
     else:
         usual = seen.batch_trajectories if seen is not None and seen.batch_trajectories else DEFAULT_GROUPS * group_size
         batches = (max(1, round(usual / group_size)) * group_size,)
+    _check_sizes(arguments, group_size, batches)
     return Request(
         num_gpus=arguments.gpus,
         max_staleness=8 if arguments.max_staleness is None else arguments.max_staleness,
