@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -42,6 +43,30 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in (*ROOT.glob("*.md"), *ROOT.glob("recipes/*/*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
             assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_name_of_headrace_that_a_document_shows_exists() -> None:
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        for name in set(re.findall(r"\bheadrace(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8"))):
+            assert exists(name), f"{path.name}: {name}"
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        place = ROOT / "src" / Path(*parts[:length])
+        if place.with_suffix(".py").is_file() or (place / "__init__.py").is_file():
+            found = importlib.import_module(".".join(parts[:length]))
+            for part in parts[length:]:
+                found = getattr(found, part, None)  # type: ignore[assignment]
+            return found is not None
+    return False
+
+
+def test_a_name_that_does_not_exist_is_seen() -> None:
+    assert exists("headrace.event_log.read_events") and exists("headrace.errors") and exists("headrace.types.Task.id")
+    assert not exists("headrace.events.read_events") and not exists("headrace.nothing")
 
 
 def test_every_test_that_the_architecture_names_exists() -> None:

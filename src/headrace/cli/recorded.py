@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.output import Output
-from headrace.cli.runs import EVENTS
+from headrace.cli.runs import is_simulated
 from headrace.errors import ConfigError, Problem, RunDirectoryError
-from headrace.event_log import read_events
 
 REQUIRED = (
     "group", "member", "attempt", "task_id", "kind", "end", "reward", "tokens", "action_starts", "action_ends", "logprobs", "versions", "key_steps",
@@ -78,8 +77,7 @@ def _read(path: Path, columns: Sequence[str] | None) -> Any:
 
 
 def _no_records(directory: Path) -> ConfigError:
-    first = next(read_events(directory / EVENTS), None) if (directory / EVENTS).is_file() else None
-    if first is not None and first.get("runtime") == "simulated":
+    if is_simulated(directory):
         remedy = "It was simulated: nothing was sampled. Give a run of 'headrace run'."
     else:
         remedy = "The first file comes after a minute or at the end of a run; run.record_trajectories = none records nothing."

@@ -121,5 +121,5 @@ def train(resolved: ResolvedSettings, directory: Path, logs: Sequence[SafeLog], 
         output.show(end_picture(events, directory, width=output.width))
     if status == "interrupted":
         output.say("Interrupted.")
-    output.result({"run_dir": str(directory), **summarize(events)}, status=status, error=error)
+    output.result({"run_dir": str(directory), **summarize(events, directory)}, status=status, error=error)
     return code

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, Problem
+from headrace.event_log import read_events
 
 EVENTS, CONFIG = "events.jsonl", "config.toml"
 RUNS = Path("runs")
@@ -37,6 +38,15 @@ def find_run(given: str) -> Path:
 
 def is_run(path: Path) -> bool:
     return (path / EVENTS).is_file() or (path / CONFIG).is_file()
+
+
+def is_simulated(path: Path) -> bool:
+    """Whether the run was played by `headrace simulate`: nothing was sampled and nothing learned."""
+    try:
+        first = next(read_events(path / EVENTS), None)
+    except OSError:
+        return False
+    return first is not None and first.get("runtime") == "simulated"
 
 
 def run_settings(path: Path) -> dict[str, Any]:

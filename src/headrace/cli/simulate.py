@@ -69,15 +69,15 @@ def _read(path: Path, rank: int | None) -> tuple[Profile, Plan | None, dict[str,
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _wrong(path, f"'{path}' cannot be read: {error.strerror}.") from error
+        raise _wrong(path, f"it cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise _wrong(path, f"'{path}' is no JSON: {error}.") from error
+        raise _wrong(path, f"it is no JSON: {error}.") from error
     if isinstance(values, dict) and "plans" in values:
         proposal = load_proposal(path)
         plan = proposal.plan(rank or 1, file=str(path))
         return proposal.profile_of(plan), plan, merged(simulated_tree(proposal.profile), plan_tree(plan, num_updates=plan.num_updates))
     if rank is not None:
-        what = f"'{path}' is a profile, which has no ranks."
+        what = "it is a profile, which has no ranks."
         raise ConfigError([Problem(file=str(path), key="--rank", value=rank, message=what, remedy="Leave --rank out, or give a plan.json.")])
     profile = profile_from_json(values, file=str(path))
     return profile, None, merged(simulated_tree(profile), {"run": {"num_updates": DEFAULT_UPDATES}}, observed_tree(profile))

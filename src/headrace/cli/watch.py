@@ -39,7 +39,7 @@ class Watching:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.state = WatchState(run_settings(directory / CONFIG))
+        self.state = WatchState(run_settings(directory / CONFIG), directory)
         self._follower = EventFollower(directory / EVENTS)
         self._num_lacking = 0
 

@@ -292,6 +292,10 @@ def compare_arm(arm: Sequence[MeasuredRun], baseline: Sequence[MeasuredRun], tar
     )
 
 
+_BOUNDLESS = 100.0
+"""An interval of a ratio whose ends lie farther apart than this says nothing: two seeds have one degree of freedom."""
+
+
 def verdict(comparisons: Sequence[ArmComparison], target: float) -> str:
     """One sentence or two for each arm: time, difference, interval, and what is not resolved."""
     return " ".join(f"{_time_sentence(one, target)} {_difference_sentence(one)}" for one in comparisons)
@@ -307,7 +311,11 @@ def _time_sentence(one: ArmComparison, target: float) -> str:
     took = f"{one.arm}'s runs took {one.wall_ratio:.2f} x as long as {one.baseline}'s"
     if one.time_ratio is None:
         return f"In no seed do both {one.arm} and {one.baseline} reach {target:.3f} ({'; '.join(missed)}); {took}."
-    interval = "" if one.time_ratio_interval95 is None else f", 95 % interval {one.time_ratio_interval95[0]:.2f} to {one.time_ratio_interval95[1]:.2f}"
+    interval = ""
+    if one.time_ratio_interval95 is not None and one.time_ratio_interval95[1] > _BOUNDLESS * one.time_ratio_interval95[0]:
+        interval = ", which do not bound it" + (": use --seeds 3 or more" if one.num_seeds == 2 else "")
+    elif one.time_ratio_interval95 is not None:
+        interval = f", 95 % interval {one.time_ratio_interval95[0]:.2f} to {one.time_ratio_interval95[1]:.2f}"
     counted = f"; seeds that miss it left out: {'; '.join(missed)}; {took}" if missed else ""
     return f"{one.arm} reaches {target:.3f} in {one.time_ratio:.2f} x the time of {one.baseline} ({seeds}{interval}{counted})."
 

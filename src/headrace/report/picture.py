@@ -18,7 +18,7 @@ _FAILURES = 5
 
 def end_picture(events: Sequence[Line], run_directory: Path, *, width: int = 100) -> str:
     """Made of the run's events; parts that have no data are left out."""
-    summary = summarize(events)
+    summary = summarize(events, run_directory)
     parts = [_chart(events, min(width, 110)), _headline(summary), _bars(summary), _places(summary, run_directory)]
     return "\n" + "\n\n".join(part for part in parts if part)
 

@@ -64,7 +64,7 @@ class RunRecord:
     def with_capacity(self, capacity: int) -> RunRecord:
         """The same run, as if every sampling device had measured this capacity."""
         lines = with_capacity(self.lines, capacity)
-        return replace(self, lines=lines, summary=summarize(lines))
+        return replace(self, lines=lines, summary=summarize(lines, self.directory.resolve()))
 
     def events(self, name: str) -> list[Line]:
         return [line for line in self.lines if line["event"] == name]
@@ -104,7 +104,7 @@ def load_run(directory: Path) -> RunRecord:
         raise _wrong(directory, f"{path} {none}.", "Restore it from a copy." if unreadable else "Report again when the run has started up.")
     return RunRecord(
         directory=directory, lines=lines, rollouts=rollouts, settings=_settings(directory / "config.toml"), unreadable=unreadable,
-        summary=summarize(lines), windows=timed_windows(lines),
+        summary=summarize(lines, directory.resolve()), windows=timed_windows(lines),
     )  # fmt: skip
 
 

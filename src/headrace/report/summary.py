@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from headrace.report.spread import Spread
@@ -16,7 +17,9 @@ _MAX_FAILURES = 20
 class RunSummary:
     """Fed with a run's events in order; says at any moment what they amount to. Its size does not grow with the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
+        """`directory` of the run: its checkpoint is told where it lies now, also when the run was moved."""
+        self._directory = directory
         self.started: Line = {}
         self.windows = WindowMeter()
         self._utilization = UtilizationMeter([])
@@ -83,9 +86,12 @@ class RunSummary:
             "pace": {key: paced[key] for key in ("limit_groups", "max_groups", "over_share", "wait_seconds")} if paced else None,
             "utilization": self._utilization.result(windows),
             "ledger": ledger["ledger"] if ledger else None,
-            "checkpoint": checkpoint["path"] if checkpoint else None,
+            "checkpoint": self._place(checkpoint["path"]) if checkpoint else None,
             "failures": sorted(self._failures.values(), key=lambda one: -one["rollouts"])[:_MAX_FAILURES],
         }
+
+    def _place(self, path: str) -> str:
+        return path if self._directory is None else str(self._directory / "checkpoints" / Path(path).name)
 
     def _add_evaluation(self, line: Line) -> None:
         """`before` is of the version that training started from, whenever it was made; `after` the newest one of a later version."""
@@ -230,9 +236,9 @@ def over_bound_fraction(ledger: Mapping[str, Any] | None) -> float | None:
     return steps["over_bound"] / steps["trained"] if steps.get("trained") else None
 
 
-def summarize(events: Iterable[Line]) -> dict[str, Any]:
+def summarize(events: Iterable[Line], directory: Path | None = None) -> dict[str, Any]:
     """RunSummary.result of all these events."""
-    summary = RunSummary()
+    summary = RunSummary(directory)
     for line in events:
         summary.add(line)
     return summary.result()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -71,10 +72,10 @@ class Curve:
 class WatchState:
     """What a frame shows. `add` each event in order; `add` changes nothing but this object (I14)."""
 
-    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        """`settings` as in config.toml: advice names their values."""
+    def __init__(self, settings: Mapping[str, Any] | None = None, directory: Path | None = None) -> None:
+        """`settings` as in config.toml: advice names their values; `directory` of the run."""
         self.settings = settings or {}
-        self.summary = RunSummary()
+        self.summary = RunSummary(directory)
         self.time = 0.0
         self.num_events = 0
         self.unreadable = 0
@@ -276,7 +277,11 @@ def _title(state: WatchState, summary: Mapping[str, Any], name: str, width: int,
     table = Table.grid(expand=True)
     table.add_column(no_wrap=True, overflow="ellipsis")
     table.add_column(justify="right", no_wrap=True)
-    what = [summary["recipe"], summary["mode"], summary["placement"], f"seed {summary['seed']}"] if state.num_events else []
+    what = (
+        [summary["recipe"], summary["mode"], summary["placement"], f"seed {summary['seed']}", "simulated" * (summary["runtime"] == "simulated")]
+        if state.num_events
+        else []
+    )
     left = Text(name, style="bold")
     left.append("  " + " ".join(part for part in what if part), style="not bold")
     table.add_row(left, Text(word, style=_STYLES[status]))
@@ -295,10 +300,13 @@ def _add_progress(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) ->
 
 
 def _add_learning(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
-    if state.reward is not None:
+    simulated = summary["runtime"] == "simulated"
+    if simulated:
+        rows.add("simulated", "times, tokens and staleness come from a model of time; no weights, so rewards and the like mean nothing")
+    if state.reward is not None and not simulated:
         rows.add("reward", _curve(f"{state.reward:7.3f}", state.rewards.values, rows.columns))
     newest = summary["evaluation"]["after"] or summary["evaluation"]["before"]
-    if newest is not None and newest["mean"] is not None:
+    if newest is not None and newest["mean"] is not None and not simulated:
         low, high = newest["interval95"]
         interval = f" ±{(high - low) / 2:.3f}" if high - low >= 5e-4 else ""
         rows.add("evaluation", _curve(f"{newest['mean']:7.3f}", state.evaluations.values, rows.columns, f"{interval} at version {newest['version']}"))
@@ -306,7 +314,7 @@ def _add_learning(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) ->
     if staleness["mean"] is not None:
         key = f"; key steps {staleness['key_mean']:.2f}, max {staleness['key_max']}" if staleness["key_mean"] is not None else ""
         rows.add("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']} updates{key}")
-    if statistics is not None and statistics["effective_sample_size"] is not None:
+    if statistics is not None and statistics["effective_sample_size"] is not None and not simulated:
         parts = [("ess", "effective_sample_size"), ("ratio max", "ratio_max"), ("clipped", "clipped_fraction"), ("entropy", "entropy")]
         rows.add("last update", ", ".join(f"{label} {statistics[key]:.3g}" for label, key in parts if statistics[key] is not None))
     if summary["tokens_per_second"]:

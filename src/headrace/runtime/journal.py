@@ -287,9 +287,8 @@ def read_journal(path: Path, state: Mapping[str, Any]) -> JournalRead:
         finally:
             connection.close()
     except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: the journal is damaged: {error}.", remedy=f"Move it away: the run then goes on from its checkpoint without what lay in the pool ({path})."
-        ) from error
+        remedy = "Move it away: the run then goes on from its checkpoint without what lay in the pool."
+        raise CheckpointError(f"{path}: the journal is damaged: {error}.", remedy=remedy, file=str(path)) from error
     return JournalRead(
         held=held,
         records=[record for _, record in sorted(since, key=lambda one: one[0])],

@@ -28,8 +28,12 @@ def write_run(directory: Path) -> None:
 def test_a_run_is_found_by_its_name_below_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs/door-20261130-120000")
-    assert main([command, "door-20261130-120000", "--json"]) == 0, capsys.readouterr().err
-    assert json.loads(capsys.readouterr().out)["status"] == "done"
+    code = main([command, "door-20261130-120000", "--json"])
+    out, err = capsys.readouterr()
+    if command == "trajectories":  # the run is found, and holds none
+        assert code == 2 and "door-20261130-120000' holds no recorded trajectories" in err
+    else:
+        assert code == 0 and json.loads(out)["status"] == "done", err
     assert (tmp_path / "runs/door-20261130-120000/report.html").exists() == (command == "report")
 
 

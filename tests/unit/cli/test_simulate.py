@@ -80,7 +80,7 @@ def test_a_profile_is_simulated_with_settings(tmp_path: Path, capsys: pytest.Cap
         (["profile.json", "pool.verify=all"], "pool.verify", "made no verification of that kind"),
         (["text.json"], "PLAN", "is no JSON"),
         (["plan.json", "--rank", "99"], "--rank", "no plan of rank 99"),
-        (["profile.json", "--failures", "1.5"], None, "below 1"),
+        (["profile.json", "--failures", "1.5"], "--failures", "below 1"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_before_anything_is_written(
@@ -92,6 +92,7 @@ def test_what_cannot_be_simulated_is_refused_before_anything_is_written(
     assert main(["simulate", *arguments, "--run-dir", "run", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["key"] == key
+    assert error["message"].count(f"{arguments[0]}") <= 1, "the file is named once"
     assert says in f"{error['message']} {error['remedy']}"
     assert not (tmp_path / "run").exists()
 

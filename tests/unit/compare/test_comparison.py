@@ -158,6 +158,16 @@ def test_time_ratio_is_the_geometric_mean_over_pairs() -> None:
     assert one.time_ratio_interval95[0] * one.time_ratio_interval95[1] == pytest.approx(0.25), "symmetric on the logarithm"
 
 
+def test_two_seeds_that_bound_no_ratio_are_said_not_to() -> None:
+    slow = [constant("async", 0, 0.9, 20.0), constant("async", 1, 0.9, 2.0)]
+    one = compare_arm(slow, [constant("sync", seed, 0.9, 10.0) for seed in (0, 1)], 0.8)
+    assert one.time_ratio_interval95 is not None and one.time_ratio_interval95[1] > 1000
+    text = verdict([one], 0.8)
+    assert "(2 seeds, which do not bound it: use --seeds 3 or more)" in text and f"{one.time_ratio_interval95[1]:.2f}" not in text
+    alike = compare_arm([constant("async", seed, 0.9, 5.0 + 0.01 * seed) for seed in (0, 1)], [constant("sync", seed, 0.9, 10.0) for seed in (0, 1)], 0.8)
+    assert "95 % interval 0." in verdict([alike], 0.8)
+
+
 def test_seeds_that_miss_the_target_are_counted_in_the_verdict_not_hidden() -> None:
     baseline = [constant("sync", seed, 0.9, 40.0) for seed in range(3)]
     arm = [constant("async", 0, 0.9, 10.0), constant("async", 1, 0.5, 10.0), constant("async", 2, 0.5, 10.0)]

@@ -202,8 +202,9 @@ def test_a_damaged_journal_is_said_to_be_and_one_moved_away_costs_the_pool_only(
     write_run(tmp_path / "run", recorded, num_states=1)
     journal = tmp_path / "run" / FILE
     journal.write_bytes(b"no database" * 1000)
-    with pytest.raises(CheckpointError, match=r"pool\.sqlite: the journal is damaged.*Move it away"):
+    with pytest.raises(CheckpointError, match=r"pool\.sqlite: the journal is damaged.*Move it away") as caught:
         find_resumption(tmp_path / "run", settings)
+    assert caught.value.as_json()["file"] == str(journal) and str(caught.value).count(str(journal)) == 1
     journal.rename(tmp_path / "away")
     found = find_resumption(tmp_path / "run", settings)
     assert found.restore.held == {} and list(found.restore.records) == [] and found.next_record == recorded[1][0]["mark"] + 1
