@@ -33,6 +33,8 @@ _CURVE_POINTS = 512
 _LABEL_COLUMNS = 12
 _SHOWN_DELAY_SECONDS = 0.05
 _SPARKS = "▁▂▃▄▅▆▇█"
+_BLOCKED = " held the event loop for "
+"""What a worker says of a call that blocked it (rollout/user_call.py)."""
 _WORK = frozenset({"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved", "run_resumed"})
 _STYLES = {"done": "green", "running": "cyan", "starting": "cyan", "failed": "red", "interrupted": "yellow", "silent": "yellow"}
 
@@ -89,6 +91,8 @@ class WatchState:
         self.recording: Line | None = None
         self.longest_waits: dict[str, str | None] = {}
         self.governor = GovernorState()
+        self._blocked: dict[str, str] = {}
+        """By worker, the longest time for which the recipe's Python stopped it."""
         self._down: dict[str, Line] = {}
         self._went_back: Line | None = None
         """The last time that the run went back to a checkpoint by itself."""
@@ -112,7 +116,7 @@ class WatchState:
             case "evaluated" if line["mean"] is not None:
                 self.evaluations.add(line["mean"], line["version"])
             case "worker_active":
-                self.longest_waits[line["role"]] = line.get("longest_wait")
+                self._add_longest_wait(line["role"], line.get("longest_wait"))
             case "pool":
                 self.pool = line
             case "waiting":
@@ -190,6 +194,7 @@ class WatchState:
                 found.append(f"{role} was lost {count} time{'s' * (count > 1)}" + ("" if role in self._down else " and came back"))
         if self.refused:
             found.insert(0, f"the last update was refused: {self.refused}")
+        found += [f"{role}: {text}" for role, text in sorted(self._blocked.items())]
         if self.unreadable:
             found.append(f"{self.unreadable:,} lines of events.jsonl cannot be read and are left out")
         if self.recording is not None and self.recording["lost"]:
@@ -205,6 +210,13 @@ class WatchState:
         self.longest_waits.clear()
         if went_back(line):
             self._went_back = line
+
+    def _add_longest_wait(self, role: str, text: str | None) -> None:
+        """What a worker waits for now; a call that blocked its loop is over, and stands with the warnings."""
+        parts = (text or "").split("; ")
+        self.longest_waits[role] = "; ".join(part for part in parts if _BLOCKED not in part) or None
+        if blocked := [part for part in parts if _BLOCKED in part]:
+            self._blocked[role] = blocked[0]
 
     def _add_update(self, line: Line) -> None:
         self._version = line["version"]

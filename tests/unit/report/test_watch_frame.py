@@ -408,3 +408,16 @@ def test_curve_in_bounded_memory_keeps_its_shape() -> None:
 @pytest.mark.parametrize(("values", "columns", "drawn"), [([], 5, ""), ([1.0], 5, "▄"), ([2.0, 2.0], 5, "▄▄"), ([0.0, 1.0], 1, "▄"), ([0.0, 7.0], 2, "▁█")])
 def test_sparkline_of_few_values(values: list[float], columns: int, drawn: str) -> None:
     assert sparkline(values, columns) == drawn
+
+
+def test_a_call_that_blocked_a_worker_is_a_warning_and_no_current_wait() -> None:
+    lines = going_run()
+    waits = "group 4 member 1, step 2 of task find: waits 41 s for environment"
+    blocked = "Environment.reset held the event loop for 8.80 s and stopped every rollout: use `await` for waits"
+    reports = [line for line in lines if line["event"] == "worker_active"]
+    reports[-1]["longest_wait"] = f"{blocked}; {waits}"
+    shown = picture(lines, width=200)
+    assert f"sampler-0: {waits}" in shown and f"! sampler-0: {blocked}" in shown and shown.count("held the event loop") == 1
+    reports[-1]["longest_wait"] = blocked
+    shown = picture(lines, width=200)
+    assert "slowest" not in shown and shown.count("held the event loop") == 1
