@@ -24,7 +24,7 @@ DEFAULT_GROUPS = 64
 """Of a batch, where neither the request nor the profile says."""
 DEFAULT_UPDATES = 100
 MOST_DEVICES = 1_000_000
-MOST_TRAJECTORIES = 1_000_000
+MOST_TRAJECTORIES = 100_000
 """Of a batch. Beyond them closed forms take minutes, and nothing measured says anything."""
 _ROLLOUTS_THAT_PAY = 7_000
 """Simulated, from which on processes are started for them."""

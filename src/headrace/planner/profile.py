@@ -271,6 +271,12 @@ def profile_from_json(values: Any, *, file: str | None = None) -> Profile:
         missing = "learn.points" if profile.decode.points else "decode.points"
         remedy = "Profile a run that made some updates, or write at least one point."
         raise ConfigError([Problem(file=file, key=missing, value=[], limit="at least 1", message=f"'{missing}' is empty.", remedy=remedy)])
+    if empty := [name for name in ("answer_tokens", "steps") if min(getattr(profile.distributions, name).mean, getattr(profile.distributions, name).most) <= 0]:
+        key = f"distributions.{empty[0]}.mean"
+        what = f"'{key}', or its largest quantile, is 0: there is nothing to sample."
+        raise ConfigError(
+            [Problem(file=file, key=key, value=0, limit="> 0", message=what, remedy="Profile a run whose rollouts drew tokens, or give a larger value.")]
+        )
     return profile
 
 

@@ -95,8 +95,8 @@ def test_too_few_devices_fail_and_say_how_many_it_takes(tmp_path: Path, monkeypa
         (("profile.json", "--gpus", "4", "--max-staleness", "-1"), "at least 0"),
         (("profile.json", "--gpus", "4", "--deadline", "0"), "above 0"),
         (("profile.json", "--gpus", "10000000"), "can be shared out"),
-        (("profile.json", "--gpus", "4", "--group-size", "100000000"), "more than 1,000,000"),
-        (("profile.json", "--gpus", "4", "--batch", "100000000"), "more than 1,000,000"),
+        (("profile.json", "--gpus", "4", "--group-size", "100000000"), "more than 100,000"),
+        (("profile.json", "--gpus", "4", "--batch", "100000000"), "more than 100,000"),
         (("profile.json", "--gpus", "4", "--rollouts", "0", "--out", "."), "cannot be written"),
     ],
 )

@@ -136,3 +136,13 @@ def test_a_wrong_device_file_names_file_and_key(tmp_path: Path, text: str, key: 
         find_device(str(path))
     assert caught.value.problems[0].file == str(path)
     assert key is None or key in {problem.key for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("name", ["answer_tokens", "steps"])
+def test_a_profile_that_samples_nothing_is_refused(profile: Profile, name: str) -> None:
+    values = profile_as_json(profile)
+    values["distributions"][name]["mean"] = 0
+    with pytest.raises(ConfigError) as refused:
+        profile_from_json(values, file="p.json")
+    (problem,) = refused.value.problems
+    assert (problem.file, problem.key, problem.limit) == ("p.json", f"distributions.{name}.mean", "> 0")
