@@ -143,3 +143,10 @@ def test_the_page_shows_every_plan_and_the_rates(profile: Path, capsys: pytest.C
     assert all(html.escape(plan["why_not_better"], quote=True) in page for plan in values["plans"])
     assert "Production and consumption" in page and values["flat_region_text"] in page and "page page.html" in text
     assert "http://" not in page.split('id="plotly"')[0]
+
+
+def test_directories_of_the_files_asked_for_are_made(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("a/plan.json", "b/over.toml", "c/page.html")
+    options = [word for pair in zip(("--out", "--overlay", "--report"), files, strict=True) for word in pair]
+    code, _, text = call(capsys, "plan", "profile.json", "--gpus", "8", "--batch", "512", "--rollouts", "0", *options)
+    assert code == 0 and all(Path(file).is_file() for file in files), text
