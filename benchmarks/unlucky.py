@@ -74,6 +74,7 @@ def cells(summaries: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, An
     return [
         f"{statistics.median(3600 * updates / summary['wall_seconds'] for summary in summaries):.0f}",
         f"{statistics.median(base['wall_seconds'] / own['wall_seconds'] for own, base in zip(summaries, sync, strict=True)):.2f}",
+        f"{statistics.median(summary['ledger']['tokens']['generated'] / summary['wall_seconds'] for summary in summaries):,.0f}",
         f"{statistics.median(summary['longest_gap'] for summary in summaries):.1f} s",
         f"{statistics.median(occupancy(summary, False) for summary in summaries):.0%}",
         f"{statistics.median(occupancy(summary, True) for summary in summaries):.0%}",
@@ -97,8 +98,10 @@ def main() -> int:
         for arm in arms if pair % 2 == 0 else reversed(arms):
             name = arm.replace(",", "").replace(" ", "-")
             results[arm].append(run(arm, arguments.out / f"{name}-{pair}", arguments, pair))
-    print("| arm | updates an hour | of sync | longest time without an update | sampler occupancy | learner occupancy | run, of attainable | long tasks |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| arm | updates an hour | of sync | tokens/s | longest time without an update | sampler occupancy | learner occupancy | run, of attainable | long tasks |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for arm, summaries in results.items():
         print(f"| {arm} | {' | '.join(cells(summaries, results['sync'], arguments.updates))} |")
     return 0
