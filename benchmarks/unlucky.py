@@ -98,9 +98,7 @@ def main() -> int:
         for arm in arms if pair % 2 == 0 else reversed(arms):
             name = arm.replace(",", "").replace(" ", "-")
             results[arm].append(run(arm, arguments.out / f"{name}-{pair}", arguments, pair))
-    print(
-        "| arm | updates an hour | of sync | tokens/s | longest time without an update | sampler occupancy | learner occupancy | run, of attainable | long tasks |"
-    )
+    print("| arm | updates an hour | of sync | tokens/s | longest time without an update | sampler occupancy | learner occupancy | run | long tasks |")
     print("|---|---|---|---|---|---|---|---|---|")
     for arm, summaries in results.items():
         print(f"| {arm} | {' | '.join(cells(summaries, results['sync'], arguments.updates))} |")
