@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ConfigError, Problem
+from headrace.event_log import check_first_event, event_of
 from headrace.planner.distributions import Distribution
 from headrace.planner.fits import fit_decode, fit_learn
 from headrace.planner.key_steps import key_step_share, measure_checks
@@ -77,8 +77,17 @@ class Recording:
 
 
 def measure(directory: Path, *, kind: Literal["run", "measured"] = "run", origin: str | None = None) -> Profile:
-    """Raises ConfigError when it is no run directory, or the run did too little to be measured: no rollout finished, or no update."""
-    recording = read_recording(directory)
+    """Raises ConfigError when it is no run directory, its events are damaged, or the run did too little to be measured: no rollout finished, or no
+    update."""
+    try:
+        return _measure(read_recording(directory), kind, origin or str(directory))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # lines that are JSON and have a name, but not the fields of an event
+        message = f"{directory / EVENTS_FILE} holds damaged events ({type(error).__name__}: {error})."
+        raise _wrong(directory, message, "Profile an undamaged run of this version of headrace.") from error
+
+
+def _measure(recording: Recording, kind: Literal["run", "measured"], origin: str) -> Profile:
+    directory = recording.directory
     if not recording.rollouts or not recording.updated:
         what = "finished no rollout" if not recording.rollouts else "made no update"
         raise _wrong(directory, f"the run in '{directory}' {what}: there is nothing to profile.", "Profile a run that made some updates.")
@@ -91,7 +100,7 @@ def measure(directory: Path, *, kind: Literal["run", "measured"] = "run", origin
     decode, distributions = _without_delay(decode, distributions)
     learn = _learn(recording)
     return Profile(
-        source=Source(kind=kind, origin=origin or str(directory)),
+        source=Source(kind=kind, origin=origin),
         hardware=Hardware(device=str(recording.setting("model", "device", "cpu")), count=len(recording.started["devices"])),
         model=model,
         decode=decode,
@@ -120,7 +129,7 @@ def read_recording(directory: Path) -> Recording:
         settings = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            recording = _collect(_lines(file), settings, directory)
+            recording = _collect(filter(None, map(event_of, (text for text in file if text.endswith("\n")))), settings, directory)
     except OSError as error:
         raise _wrong(directory, f"{path} cannot be read: {error.strerror}.", "Check its rights.") from error
     if recording is None:
@@ -128,24 +137,11 @@ def read_recording(directory: Path) -> Recording:
     return recording
 
 
-def _lines(file: Iterable[str]) -> Iterable[Line]:
-    for text in file:
-        if not text.endswith("\n"):
-            continue
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "event" in line and "time" in line:
-            yield line
-
-
 def _collect(lines: Iterable[Line], settings: Mapping[str, Any], directory: Path) -> Recording | None:
     recording: Recording | None = None
     for line in lines:
         if recording is None:
-            if line["event"] != "run_started":
-                return None
+            check_first_event(line, directory / EVENTS_FILE)
             recording = Recording(started=line, settings=settings, directory=directory)
             continue
         recording.last_time = line["time"]

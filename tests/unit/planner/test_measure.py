@@ -138,6 +138,22 @@ def test_what_cannot_be_profiled_is_refused_with_a_remedy(tmp_path: Path, text: 
     assert caught.value.problems[0].key == "RUN" and caught.value.problems[0].remedy
 
 
+@pytest.mark.parametrize("damage", ['"statistics":7', '"seconds":"soon"', '"activity":[]'])
+def test_damaged_events_are_refused_and_not_a_bug(directory: Path, tmp_path: Path, damage: str) -> None:
+    key, lines = damage.partition(":")[0], (directory / "events.jsonl").read_text().splitlines()
+    damaged = [line if f"{key}:" not in line else json.dumps({**json.loads(line), **json.loads(f"{{{damage}}}")}) for line in lines]
+    (tmp_path / "events.jsonl").write_text("\n".join(damaged) + "\n")
+    with pytest.raises(ConfigError, match="damaged events"):
+        measure(tmp_path)
+
+
+def test_a_log_of_another_schema_is_not_profiled(directory: Path, tmp_path: Path) -> None:
+    first, *rest = (directory / "events.jsonl").read_text().splitlines()
+    (tmp_path / "events.jsonl").write_text("\n".join([json.dumps({**json.loads(first), "schema": 99}), *rest]) + "\n")
+    with pytest.raises(ConfigError, match="schema 99"):
+        measure(tmp_path)
+
+
 def test_a_run_without_an_update_is_refused(tmp_path: Path) -> None:
     run.write_run(tmp_path / "one", num_updates=1)
     path = tmp_path / "one" / "events.jsonl"
