@@ -234,7 +234,9 @@ def _completed(device: _Device, allocated: float) -> _Device:
     A longer silence is idle, and so is any silence of a worker that had nothing in flight when it last spoke.
     """
     missing = allocated - device.covered
-    if device.covered <= 0 or missing <= 0:
+    if device.covered <= 0:  # the run was over before the first report
+        return replace(device, sampler_idle={_UNREPORTED: allocated})
+    if missing <= 0:
         return device
     if missing > _REPORT_GAP_SECONDS or device.in_flight == 0:
         reason = _UNREPORTED if device.in_flight else "admission"

@@ -188,6 +188,13 @@ def test_silence_of_a_worker_that_had_nothing_in_flight_is_idle_for_want_of_admi
     assert row["idle_seconds"] == pytest.approx({"admission": 1.0})
 
 
+def test_a_worker_of_a_run_that_was_over_before_its_first_report_is_not_said_to_have_idled() -> None:
+    devices = [{"name": "sampler-0", "role": "sampler", "capacity": 8}]
+    lines = lines_of([(0.0, run_started(devices)), (0.0, window("start")), (0.9, window("end"))])
+    (device,) = summarize(lines)["utilization"]["devices"]
+    assert device["idle_seconds"] == {"unreported": pytest.approx(0.9)}
+
+
 def test_stretch_cut_out_of_a_run_counts_work_in_proportion() -> None:
     devices = [{"name": "sampler-0", "role": "sampler", "capacity": 8}]
     work = active("sampler-0", 2.0, running={8: 1.0}, idle={"admission": 1.0})
