@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.cli.output import Output
@@ -14,7 +15,7 @@ from headrace.report.trace import write_trace
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
     directories = [named_path(run) for run in dict.fromkeys(arguments.runs)]
-    out = Path(arguments.out) if arguments.out else directories[0] / "report.html"
+    out = Path(arguments.out) if arguments.out else _default(directories)
     for key, given in (("--out", out), ("--trace", Path(arguments.trace) if arguments.trace else None)):
         if given is not None and given.is_dir():
             raise ConfigError([Problem(key=key, value=str(given), message=f"'{given}' is a directory.", remedy=f"Give a file to {key}.")])
@@ -32,3 +33,9 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     runs = [{"run_dir": str(run.directory), **run.summary} for run in report.runs]
     output.result({"report": str(report.path), "size_bytes": report.size_bytes, "trace": None if trace is None else str(trace), "runs": runs})
     return 0
+
+
+def _default(directories: Sequence[Path]) -> Path:
+    """In the run; of several runs beside the first one, so that no run's own report is overwritten."""
+    first = directories[0]
+    return (first if len(directories) == 1 else first.resolve().parent) / "report.html"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -178,6 +179,14 @@ def test_page_asks_the_network_for_nothing_and_holds_plotly_once(page: _Reader, 
     from plotly.offline import get_plotlyjs
 
     assert gzip.decompress(base64.b64decode(packed[0])).decode() == get_plotlyjs()
+
+
+def test_a_page_of_several_runs_leaves_the_report_of_each_run_alone(hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = shutil.copytree(hostile, tmp_path / "one"), shutil.copytree(hostile, tmp_path / "two")
+    (one / "report.html").write_text("of one alone", encoding="utf-8")
+    assert main(["report", str(one), str(two), "--json"]) == 0
+    assert (one / "report.html").read_text(encoding="utf-8") == "of one alone"
+    assert json.loads(capsys.readouterr().out)["report"] == str(tmp_path / "report.html")
 
 
 def test_size_of_the_file_is_stated_and_stays_small(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
