@@ -116,7 +116,7 @@ def _bars(summary: Mapping[str, Any]) -> str:
 
 def _is_measured(device: Mapping[str, Any]) -> bool:
     """Whether anything is known of its time."""
-    return bool(device["busy_fraction"] or device["occupancy"] or set(device["idle_seconds"]) - {"other"})
+    return bool(device["busy_fraction"] or device["occupancy"] or set(device["idle_seconds"]) - {"other", "unreported"})
 
 
 def _bar(fraction: float) -> str:
