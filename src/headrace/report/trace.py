@@ -17,7 +17,7 @@ from headrace.report.markup import printable
 from headrace.report.record import RunRecord
 from headrace.report.timeline import Lane, Slice, lanes
 
-_CONDUCTOR_TRACK = 0
+_CONDUCTOR_TRACK = 1  # not 0: readers take thread 0 for the idle one of the machine; devices follow from 2 on
 
 
 def write_trace(runs: Sequence[RunRecord], path: Path) -> None:
@@ -42,7 +42,7 @@ def _lane_events(lane: Lane, process: int, track: int) -> Iterator[dict[str, Any
     learning = track + 1 if lane.sampling and lane.learning else track
     for number, kind in {track: lane.role, learning: "learning" if learning != track else lane.role}.items():
         yield _named(process, number, "thread_name", printable(f"{lane.name} ({kind})"))
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
+        yield {"ph": "M", "name": "thread_sort_index", "cat": "__metadata", "pid": process, "tid": number, "args": {"sort_index": number}}
     yield from _slices(lane.sampling, process, track)
     yield from _slices(lane.learning, process, learning)
     for each in lane.sampling:
@@ -99,15 +99,15 @@ def _slice(each: Slice, process: int, track: int, start: int, end: int) -> dict[
 
 
 def _counter(process: int, name: str, time: float, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ph": "C", "name": name, "pid": process, "tid": _CONDUCTOR_TRACK, "ts": _microseconds(time), "args": dict(values)}
+    return {"ph": "C", "name": name, "cat": "run", "pid": process, "tid": _CONDUCTOR_TRACK, "ts": _microseconds(time), "args": dict(values)}
 
 
 def _instant(process: int, track: int, time: float, name: str) -> dict[str, Any]:
-    return {"ph": "i", "name": name, "s": "t", "pid": process, "tid": track, "ts": _microseconds(time)}
+    return {"ph": "i", "name": name, "cat": "run", "s": "t", "pid": process, "tid": track, "ts": _microseconds(time)}
 
 
 def _named(process: int, track: int | None, kind: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": _CONDUCTOR_TRACK if track is None else track, "args": {"name": name}}
+    return {"ph": "M", "name": kind, "cat": "__metadata", "pid": process, "tid": _CONDUCTOR_TRACK if track is None else track, "args": {"name": name}}
 
 
 def _number(value: Any) -> Any:

@@ -98,9 +98,9 @@ def test_evaluations_after_the_run_do_not_stretch_its_timeline() -> None:
 
 _KEYS = {
     "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
-    "C": {"ph", "name", "pid", "tid", "ts", "args"},
-    "i": {"ph", "name", "s", "pid", "tid", "ts"},
-    "M": {"ph", "name", "pid", "tid", "args"},
+    "C": {"ph", "name", "cat", "pid", "tid", "ts", "args"},
+    "i": {"ph", "name", "cat", "s", "pid", "tid", "ts"},
+    "M": {"ph", "name", "cat", "pid", "tid", "args"},
 }
 _METADATA = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
 
@@ -111,7 +111,7 @@ def assert_chrome_trace(events: list[dict[str, Any]]) -> None:
     ends: dict[tuple[int, int], list[int]] = {}
     for event in sorted(events, key=lambda one: (one.get("ts", -1), -one.get("dur", 0))):
         assert set(event) == _KEYS[event["ph"]], event
-        assert type(event["pid"]) is int and type(event["tid"]) is int and isinstance(event["name"], str) and event["name"]
+        assert type(event["pid"]) is int and type(event["tid"]) is int and event["tid"] > 0 and isinstance(event["name"], str) and event["name"]
         match event["ph"]:
             case "M":
                 key = _METADATA[event["name"]]
