@@ -28,6 +28,10 @@ DEFAULT_LIMIT = 10
 _VERSION_STYLES = ("blue", "cyan", "green", "yellow", "magenta", "red")
 _MAX_CHARACTERS = 4000
 _MAX_ID_CHARACTERS = 200
+_HOW_TO_MARK = (
+    "An environment marks one with Observation(text, key=True), a recipe with marks.rules; "
+    "headrace mark {run} --rule 'observation:TEXT' shows what a rule would have marked."
+)
 
 
 def execute(arguments: argparse.Namespace, output: Output) -> int:
@@ -50,6 +54,8 @@ def execute(arguments: argparse.Namespace, output: Output) -> int:
     files.say_damaged(output)
     if (near := found.near_tasks()) is not None:
         output.say(f"No trajectory of task '{arguments.task}' is recorded." + (f" Did you mean {' or '.join(map(repr, near))}?" if near else ""))
+    if arguments.key and found.num_recorded and not found.has_key_steps:
+        output.say(f"No recorded step is marked as a key step. {_HOW_TO_MARK.format(run=arguments.run)}")
     counts = {"recorded": found.num_recorded, "matched": found.num_matched, "unreadable_files": files.damaged()}
     output.result({"run_dir": str(directory), **counts, "export": None if export is None else str(export), "trajectories": shown})
     return 0
@@ -62,6 +68,8 @@ class Found:
         self._files, self._filters = files, filters
         self.num_recorded = self.num_matched = 0
         """After `tables` has run out."""
+        self.has_key_steps = False
+        """Whether any recorded step is marked, also one that the filters leave out; known then."""
         self._tasks: set[str] = set()
 
     def near_tasks(self) -> list[str] | None:
@@ -76,6 +84,7 @@ class Found:
         for table in self._files.tables():
             if self._filters.task is not None:
                 self._tasks.update(table["task_id"].unique().to_pylist())
+            self.has_key_steps = self.has_key_steps or any(table["key_steps"].to_pylist())
             matching = table.filter(self._matching(table))
             self.num_recorded += table.num_rows
             self.num_matched += matching.num_rows

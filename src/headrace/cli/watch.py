@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import threading
 import time
@@ -16,6 +17,8 @@ from headrace.cli.safe_console import SafeConsole
 from headrace.errors import ConfigError, Problem
 from headrace.event_log import EventFollower, check_first_event
 from headrace.report.watch import WatchState, frame
+from headrace.runtime.journal import FILE as JOURNAL
+from headrace.runtime.run_directory import is_held
 
 REDRAW_SECONDS = 0.5
 
@@ -45,6 +48,8 @@ class Watching:
 
     def read(self) -> None:
         """Raises ConfigError when the log has no beginning that this version reads."""
+        with contextlib.suppress(OSError):  # asked first: a run says that it has ended before it lets go
+            self.state.is_alone = is_held(self.directory) is False
         for line in self._follower.new_events():
             if not self.state.num_events:
                 check_first_event(line, self.directory / EVENTS)
@@ -52,6 +57,7 @@ class Watching:
                 self.state.add(line)
             except (ValueError, LookupError, TypeError, AttributeError):  # it lacks what events of its name have
                 self._num_lacking += 1
+        self.state.log_is_missing = self._has_begun() and not (self.directory / EVENTS).exists()
         self.state.unreadable = self._follower.unreadable + self._num_lacking
         if self.state.unreadable and not self.state.num_events:
             path = self.directory / EVENTS
@@ -60,6 +66,10 @@ class Watching:
 
     def picture(self, width: int) -> object:
         return frame(self.state, name=self.directory.name, width=width, silent_seconds=self._silent_seconds())
+
+    def _has_begun(self) -> bool:
+        """By what a run makes once its roles are up, and by what a killed one must have had."""
+        return self.state.num_events > 0 or self.state.is_alone or (self.directory / JOURNAL).exists()
 
     def _silent_seconds(self) -> float:
         try:
@@ -76,6 +86,6 @@ def _live(watching: Watching, console: SafeConsole) -> None:
             started = time.monotonic()
             watching.read()
             live.update(watching.picture(console.width), refresh=True)  # type: ignore[arg-type]
-            if watching.state.finished is not None:
+            if watching.state.has_ended:
                 return
             ended.wait(max(REDRAW_SECONDS, 4 * (time.monotonic() - started)))  # at most a fifth of a core, however much there is to read

@@ -35,8 +35,10 @@ _SHOWN_DELAY_SECONDS = 0.05
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BLOCKED = " held the event loop for "
 """What a worker says of a call that blocked it (rollout/user_call.py)."""
-_WORK = frozenset({"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved", "run_resumed"})
-_STYLES = {"done": "green", "running": "cyan", "starting": "cyan", "failed": "red", "interrupted": "yellow", "silent": "yellow"}
+_WORK = frozenset(
+    {"worker_active", "updated", "selection_taken", "weights_published", "weights_acknowledged", "checkpoint_saved", "state_copied", "run_resumed"}
+)
+_STYLES = {"done": "green", "running": "cyan", "starting": "cyan", "failed": "red", "killed": "red", "interrupted": "yellow", "silent": "yellow"}
 
 
 class Curve:
@@ -77,11 +79,16 @@ class WatchState:
     def __init__(self, settings: Mapping[str, Any] | None = None, directory: Path | None = None) -> None:
         """`settings` as in config.toml: advice names their values; `directory` of the run."""
         self.settings = settings or {}
+        self._directory = directory
         self.summary = RunSummary(directory)
         self.time = 0.0
         self.num_events = 0
         self.unreadable = 0
         """Lines of the event log that are left out because they are damaged."""
+        self.is_alone = False
+        """No process holds the run directory: what has not finished by now never will."""
+        self.log_is_missing = False
+        """The run has begun, but its event log is not there."""
         self.finished: Line | None = None
         self.rewards, self.evaluations = Curve(), Curve()
         self.reward: float | None = None
@@ -140,10 +147,16 @@ class WatchState:
 
     @property
     def status(self) -> str:
-        """starting | running | done | failed | interrupted"""
+        """starting | running | done | failed | interrupted | killed"""
         if self.finished is not None:
             return str(self.finished["status"])
-        return "running" if self.num_events else "starting"
+        if self.is_alone:
+            return "killed"
+        return "running" if self.num_events or self.log_is_missing else "starting"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finished is not None or self.is_alone
 
     @property
     def restarts_learner(self) -> bool:
@@ -153,13 +166,13 @@ class WatchState:
     def waits(self) -> list[tuple[str, float]]:
         """(who waits for whom, seconds) by the newest word on it; none of a run that has ended."""
         newest = max((line for line in (self.pool, self._waiting) if line is not None), key=lambda line: line["time"], default=None)
-        if newest is None or self.finished is not None:
+        if newest is None or self.has_ended:
             return []
         return [(name, seconds) for name, seconds in newest["waits"]]
 
     def finish(self) -> Finish | None:
         """How long the rest takes, by what was made so far; None before the first update and after the end."""
-        return None if self.finished is not None else self._finish.forecast()
+        return None if self.has_ended else self._finish.forecast()
 
     @property
     def promised(self) -> Mapping[str, Any] | None:
@@ -169,7 +182,7 @@ class WatchState:
     def recent_utilization(self) -> dict[str, Any]:
         """Of the last RECENT_SECONDS of the timed window; of the whole of a run that has ended, or is younger."""
         windows = self.summary.windows.windows
-        if not windows.spans or self.finished is not None or windows.spans[-1][1] - windows.spans[-1][0] <= RECENT_SECONDS:
+        if not windows.spans or self.has_ended or windows.spans[-1][1] - windows.spans[-1][0] <= RECENT_SECONDS:
             whole: dict[str, Any] = self.summary.result()["utilization"]
             return whole
         start, end = windows.spans[-1]
@@ -188,18 +201,31 @@ class WatchState:
         for role, count in self._losses.items():
             if role == "learner" and role not in self._down:
                 continue  # said above
-            if role in self._down and self.finished is None:
+            if role in self._down and not self.has_ended:
                 found.insert(0, f"{role} was lost and is started again: {self._down[role]['error']}")
             else:
                 found.append(f"{role} was lost {count} time{'s' * (count > 1)}" + ("" if role in self._down else " and came back"))
         if self.refused:
             found.insert(0, f"the last update was refused: {self.refused}")
         found += [f"{role}: {text}" for role, text in sorted(self._blocked.items())]
+        if self.log_is_missing:
+            found.insert(0, "events.jsonl is not in the run directory: what the run does or did is not seen, and it cannot be resumed without it")
+        if self.status == "killed":
+            found.insert(0, self._killed_text())
         if self.unreadable:
             found.append(f"{self.unreadable:,} lines of events.jsonl cannot be read and are left out")
         if self.recording is not None and self.recording["lost"]:
             found.append(f"{self.recording['lost']} trajectories were not recorded: {self.recording['failure'] or 'the disk was slower than the run'}")
         return found
+
+    def _killed_text(self) -> str:
+        if not self.num_events:
+            how = f"start it anew: headrace run {self._directory}/config.toml"
+        elif self.summary.started.get("runtime") == "simulated":
+            how = "simulate it again"
+        else:
+            how = f"go on with it: headrace resume {self._directory}"
+        return f"no process works on this run any more, and it did not say why (SIGKILL, memory used up, machine restarted); {how}"
 
     def _go_back(self, line: Line) -> None:
         """To a checkpoint: what is above it is undone."""
@@ -259,7 +285,7 @@ def frame(state: WatchState, *, name: str, width: int, silent_seconds: float = 0
         _add_pool_and_ledger(below, state, summary)
         _add_key_steps(below, state, summary)
         parts += ["", below.table]
-        parts += _notes(state, summary)
+    parts += _notes(state, summary)
     return Group(*parts)
 
 
@@ -279,11 +305,15 @@ class _Rows:
 def _title(state: WatchState, summary: Mapping[str, Any], name: str, width: int, silent_seconds: float) -> Table:
     status = state.status
     word = status
-    if status == "running" and silent_seconds > SILENT_SECONDS:
+    if status == "killed":
+        word = "ended without a word: its process is gone"
+    elif status == "running" and silent_seconds > SILENT_SECONDS:
         why = "its learner is being restarted, or it was killed" if state.restarts_learner else "killed, or its machine hangs"
         status, word = "silent", f"no event for {duration(silent_seconds)}: {why}"
     elif status == "starting":
         word = "starting: the roles are not up yet"
+    elif state.log_is_missing:
+        word = "running, unseen"
     elif summary["wall_seconds"]:
         word = f"{status} · {duration(summary['wall_seconds'])}"
     table = Table.grid(expand=True)
@@ -366,7 +396,7 @@ def _devices(utilization_now: Mapping[str, Any], width: int) -> Table:
 def _add_waits(rows: _Rows, state: WatchState) -> None:
     for index, (name, seconds) in enumerate(state.waits()):
         rows.add("" if index else "waits", f"{name} ({seconds:.0f} s)")
-    if state.finished is None:
+    if not state.has_ended:
         slow = [(role, text) for role, text in sorted(state.longest_waits.items()) if text]
         for index, (role, text) in enumerate(slow[:4]):
             rows.add("" if index else "slowest", f"{role}: {text}")
@@ -374,7 +404,7 @@ def _add_waits(rows: _Rows, state: WatchState) -> None:
 
 def _add_pool_and_ledger(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -> None:
     pool = state.pool
-    if pool is not None and state.finished is None:
+    if pool is not None and not state.has_ended:
         groups = f"{pool['outstanding_groups']} of {pool['max_groups']} groups out: {pool['waiting_groups']} waiting, {pool['ready_groups']} ready, "
         staleness = f"; staleness {pool['staleness_mean']:.1f}, max {pool['staleness_max']}" if pool["pooled_tokens"] else ""
         rows.add("pool", f"{groups}{pool['taken_groups']} with the learner; {pool['rollouts_in_flight']} rollouts in flight{staleness}")
@@ -397,7 +427,7 @@ def _add_key_steps(rows: _Rows, state: WatchState, summary: Mapping[str, Any]) -
         rows.add("key steps", f"{text}; {', '.join(left)}" if left else text)
     verification = summary["verification"]
     if verification["asked"]:
-        out = verification["out"] if state.finished is None else 0
+        out = 0 if state.has_ended else verification["out"]
         cut = verification["cut"] / verification["rollouts"] if verification["rollouts"] else 0.0
         lost = f"{verification['refreshed_tokens']:,} tokens cut off"
         text = f"{verification['rollouts']:,} rollouts, {cut:.0%} of them cut; {lost}; {verification['seconds']:.1f} s of checks"

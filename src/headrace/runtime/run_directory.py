@@ -129,7 +129,7 @@ def refuse_used(path: Path, shown: str | None = None) -> None:
 
 def _what_lies_in(path: Path) -> str:
     """For people."""
-    if _is_held(path):
+    if is_held(path):
         return "a run is writing there now"
     if not (path / EVENTS).is_file():
         return "it holds something that is no run"
@@ -141,25 +141,26 @@ def _what_lies_in(path: Path) -> str:
     return "it holds a run"
 
 
-def _is_held(path: Path) -> bool:
+def is_held(path: Path) -> bool | None:
+    """Whether the process of a run lives that writes there; None where the file system knows no locks. Raises OSError for what is no directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _lock(descriptor)
+        return False if _lock(descriptor) else None
     except BlockingIOError:
         return True
     finally:
         os.close(descriptor)
-    return False
 
 
-def _lock(descriptor: int) -> None:
-    """Raises BlockingIOError when another process, or another run of this one, holds it."""
+def _lock(descriptor: int) -> bool:
+    """Whether it is held from now on. Raises BlockingIOError when another process, or another run of this one, holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:  # some network file systems know no locks on directories
-        pass
+        return False
+    return True
 
 
 def _refused(path: Path, what: str, shown: str | None = None, *, limit: str = "a new or empty directory") -> ConfigError:

@@ -89,6 +89,20 @@ def test_filters_keep_exactly_the_rows_they_name(run_directory: Path, options: l
     assert len(wanted) > 0 or options[-1] == "no such task"
 
 
+def test_key_says_that_nothing_is_marked_and_how_to_mark(tmp_path: Path, run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "trajectories").mkdir()
+    for path in sorted((run_directory / "trajectories").glob("*.parquet")):
+        table = parquet.read_table(path)
+        unmarked = table.set_column(table.schema.get_field_index("key_steps"), "key_steps", [[[]] * table.num_rows])
+        parquet.write_table(unmarked.cast(table.schema), tmp_path / "trajectories" / path.name)
+    assert main(["trajectories", str(tmp_path), "--key"]) == 0
+    told = capsys.readouterr().err
+    assert "No recorded step is marked" in told and f"headrace mark {tmp_path} --rule" in told
+    assert main(["trajectories", str(run_directory), "--key", "--task", "short"]) == 0
+    assert "No recorded step is marked" not in capsys.readouterr().err, "others of this run are marked"
+
+
 def test_limit_shows_the_first_ones_and_still_counts_all(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trajectories", str(run_directory), "--json", "--limit", "9"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -30,6 +31,8 @@ class MadeRun:
         self.directory, self.time = directory, 0.0
         self.path = directory / "events.jsonl"
         (directory / "config.toml").write_text("[pool]\nmax_staleness = 4\n")
+        self._held = os.open(directory, os.O_RDONLY)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
         self.log: EventLog | None = None
 
     def emit(self, time: float, *emitted: ev.Event) -> None:
@@ -46,6 +49,9 @@ class MadeRun:
     def begin(self) -> None:
         self.emit(0.0, run_started(SPLIT, num_updates=10), evaluated(0, 0.2))
         self.emit(5.0, window("start"))
+
+    def be_killed(self) -> None:
+        os.close(self._held)
 
     def end(self, status: str = "done") -> None:
         self.emit(self.time, ev.RunFinished(status=status, error=None, version=3, lineage=0))
@@ -95,6 +101,38 @@ def test_run_that_is_starting_has_no_events_yet(run: MadeRun, capsys: pytest.Cap
     captured = capsys.readouterr()
     assert json.loads(captured.out)["state"] == "starting"
     assert "starting" in captured.err
+
+
+def test_run_whose_process_is_gone_is_called_killed_at_once_and_how_to_go_on(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.begin()
+    run.train(1)
+    run.be_killed()
+    assert main(["watch", str(run.directory), "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["state"] == "killed"
+    assert result["warnings"][0].endswith(f"headrace resume {run.directory}")
+    assert "ended without a word" in captured.err
+    assert "to go" not in captured.err, "nothing is to be expected of it"
+
+
+def test_finished_run_is_not_called_killed(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.begin()
+    run.end()
+    run.be_killed()
+    assert main(["watch", str(run.directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "done"
+
+
+@pytest.mark.parametrize(("killed", "state"), [(True, "killed"), (False, "running")])
+def test_run_without_its_event_log_is_not_starting(run: MadeRun, killed: bool, state: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.directory / "pool.sqlite").touch()
+    if killed:
+        run.be_killed()
+    assert main(["watch", str(run.directory), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["state"] == state
+    assert any("events.jsonl is not in the run directory" in text for text in result["warnings"])
 
 
 @pytest.mark.parametrize(("make", "what"), [("nothing", "does not exist"), ("file", "is a file"), ("directory", "holds no events.jsonl")])
