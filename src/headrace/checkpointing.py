@@ -7,6 +7,7 @@ written down (no journal) it is the learner's files alone.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,20 @@ LEARNER_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCopy:
+    """The learner's state of a version lies in memory (checkpoint.memory_copy); this is what goes with it."""
+
+    version: PolicyVersion
+    text: str
+    """JSON of what a checkpoint would have beside it: frozen, as the pool goes on changing."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = json.loads(self.text)
+        return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
     """What a run goes on from."""
 
@@ -44,6 +59,8 @@ class Restore:
     """That the run may still go back to, oldest first."""
     learning_rate_factor: float = 1.0
     """What rollbacks have multiplied the learning rate by."""
+    copied: MemoryCopy | None = None
+    """What it goes on from, where that is no checkpoint."""
     rolled_back: bool = False
     """It goes on from here because what came after was no good."""
 
@@ -91,7 +108,9 @@ class Checkpoints:
         self.retention = Retention(settings) if restore is None else Retention(settings, restore.checkpoints, restore.state.get("retention"))
         self.last: Path | None = self.retention.kept[-1] if self.retention.kept else None
         self._saved_seconds = now()
-        self._saved_number = learner.version.number
+        self.copied = None if restore is None else restore.copied
+        """What the run can go back to if its learner is lost, while that is newer than the last checkpoint."""
+        self._saved_number = learner.version.number if self.copied is None else self.retention.newest
         self._cost_seconds = 0.0
 
     @property
@@ -117,7 +136,7 @@ class Checkpoints:
         started, version = now(), self._learner.version
         path = self._directory / f"update_{version.number:06d}"
         retention = self.retention.state(version.number)
-        state = None if self._journal is None else {**self._state(self._journal, pool, source, version), "retention": retention, "governor": governor}
+        state = None if self._journal is None else self._state(self._journal, pool, source, version, retention, governor)
         limit_seconds = self._settings.limits.save_seconds
         saving = self._waits.limited(self._learner.save(path), f"conductor waits for the learner to save {path.name}", limit_seconds)
         await blamed_on_learner(saving)
@@ -133,14 +152,30 @@ class Checkpoints:
         saved = ev.CheckpointSaved(version=version.number, lineage=version.lineage, path=str(path), seconds=self._cost_seconds, best=best)
         self._events.emit(saved)
 
+    async def copy(self, pool: ExperiencePool, source: RepeatingSource, governor: Mapping[str, Any]) -> None:
+        """The same in memory, where that is wanted: for the learner's successor, of no use to a run that has ended."""
+        if self._directory is None or self._journal is None or not self._settings.checkpoint.memory_copy:
+            return
+        started, version = now(), self._learner.version
+        text = json.dumps(self._state(self._journal, pool, source, version, self.retention.between(), governor))
+        limit_seconds = self._settings.limits.save_seconds
+        copying = self._waits.limited(self._learner.copy(), "conductor waits for the learner to copy its state", limit_seconds)
+        num_bytes = await blamed_on_learner(copying)
+        self.copied = MemoryCopy(version=version, text=text)
+        self._events.emit(ev.StateCopied(version=version.number, lineage=version.lineage, bytes=num_bytes, seconds=now() - started))
+
     async def written_down(self) -> None:
         """Everything that happened so far would survive this process."""
         if self._journal is not None:
             await self._waits.limited(self._journal.committed(), "conductor waits for the journal to be written", self._settings.limits.save_seconds)
 
-    def _state(self, journal: Journal, pool: ExperiencePool, source: RepeatingSource, version: PolicyVersion) -> dict[str, Any]:
+    @staticmethod
+    def _state(
+        journal: Journal, pool: ExperiencePool, source: RepeatingSource, version: PolicyVersion, retention: Mapping[str, Any], governor: Mapping[str, Any]
+    ) -> dict[str, Any]:
         mark = journal.append(StateTaken(version=version))
-        return {"version": list(version), "mark": mark, "pool": pool_state(pool, source.to_come(pool.place))}
+        held = pool_state(pool, source.to_come(pool.place))
+        return {"version": list(version), "mark": mark, "pool": held, "retention": retention, "governor": governor}
 
 
 def go_on(restore: Restore, learner: Learner, pool: ExperiencePool, source: RepeatingSource, recorder: TrajectoryRecorder | None) -> RestoredPool:

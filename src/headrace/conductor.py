@@ -288,6 +288,8 @@ class Conductor:
     async def _after_update(self, result: UpdateResult) -> None:
         if self.checkpoints.due(result) and self.governor.lets_save(result.version_after):
             await self._save()
+        elif result.version_after > result.version_before:
+            await self.checkpoints.copy(self.pool, self.source, self.governor.state())
         before, after = result.version_before.number, result.version_after.number
         every = self.settings.evaluation.every_updates
         if every and before // every != after // every and after < self.settings.run.num_updates and self._due.empty():

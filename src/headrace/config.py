@@ -335,6 +335,9 @@ class CheckpointSettings(Section):
     every_seconds: float = Field(
         120.0, description="Time between checkpoints, stretched where saving would cost the learner over 2 % of its time; 0: by updates only.", ge=0
     )
+    memory_copy: bool = Field(
+        False, description="After each update the learner's state is copied into memory that outlives its process: if that is lost, at most one update is."
+    )
     keep: int = Field(2, description="Newest checkpoints kept; the best one (by evaluation, else by training reward) stays besides.", ge=1)
     interrupt_seconds: float = Field(
         20.0, description="For a last checkpoint after Ctrl-C or SIGTERM, where something was learned since the last one; 0: none is saved.", ge=0
@@ -470,6 +473,9 @@ class Settings(Section):
             )
         if self.run.mode is Mode.SYNC and self.pool.verify is not Verify.OFF:
             broken.append(("pool.verify", "synchronous rollouts are never old", "Set pool.verify = 'off' or run.mode = 'async'."))
+        if self.checkpoint.memory_copy and not (self.checkpoint.every_updates or self.checkpoint.every_seconds):
+            needs = "the journal, which goes with the copy, is written between checkpoints only"
+            broken.append(("checkpoint.memory_copy", needs, "Set checkpoint.every_updates or checkpoint.every_seconds."))
         if self.learner.num_minibatches > self.pool.groups_per_batch:
             broken.append(("learner.num_minibatches", f"a batch has only {self.pool.groups_per_batch} groups", "Use fewer minibatches or more groups."))
         if (self.learner.loss is Loss.DECOUPLED_PPO) != (self.learner.correction is Correction.DECOUPLED):

@@ -62,6 +62,7 @@ class RunResumed(RunStarted):
 
     name: ClassVar[str] = "run_resumed"
     checkpoint: str
+    """Empty: none."""
     pooled: int
     """Trajectories that are in the pool again."""
     void: int
@@ -72,6 +73,8 @@ class RunResumed(RunStarted):
     """Tasks of which nothing is left, to be offered again."""
     passed_over: list[str]
     """Newer checkpoints that are not whole, and why."""
+    from_memory: bool = False
+    """From the copy of a lost learner's state, without a checkpoint."""
     cause: ResumeCause = ResumeCause.COMMAND
     """Why: `headrace resume`, or within the run."""
     reason: str = ""
@@ -380,6 +383,17 @@ class CheckpointSaved(Event):
     seconds: float
     best: str | None = None
     """Directory name of the best one that is there; None while nothing is known of any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopied(Event):
+    """The learner's state is in memory (checkpoint.memory_copy); it stood still for `seconds`."""
+
+    name: ClassVar[str] = "state_copied"
+    version: int
+    lineage: int
+    bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

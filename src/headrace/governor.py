@@ -223,6 +223,10 @@ class Governor:
     def saved(self) -> dict[str, Any]:
         """A checkpoint is made: what it keeps of the governor."""
         self._saved = True
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """What another one of the same run goes on from, as JSON values."""
         counted = {
             "recent": self._reward.recent, "refused": self._refused, "collapsed": self._collapsed, "missed": self._missed,
             "refused_of": list(self._refused_of), "flushed_batches": self._flushed_batches, "off_target": self._off_target,

@@ -72,6 +72,10 @@ class SteadyLearner:
         await self._settled()
         await asyncio.shield(self._begun(lambda: self._learner.save(directory)))
 
+    async def copy(self) -> int:
+        await self._settled()
+        return await asyncio.shield(self._begun(self._learner.copy))
+
     async def stop(self) -> None:
         await self._learner.stop()
 

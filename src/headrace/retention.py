@@ -19,11 +19,11 @@ class Retention:
         """`kept`: checkpoints that are there, oldest first; `state`: as it was at the one that the run goes on from."""
         self._keep, self._evaluates = settings.checkpoint.keep, settings.evaluation.every_updates > 0
         self.kept = list(kept)
-        state = state or {"evaluations": [], "rewards": []}
+        state = {"evaluations": [], "rewards": [], "since": [], **(state or {})}
         self._evaluations: dict[int, float] = dict(state["evaluations"])
         self._rewards: dict[int, float] = dict(state["rewards"])
         """By checkpoint."""
-        self._since: list[float] = []
+        self._since: list[float] = list(state["since"])
         """Mean rewards of the batches since the newest checkpoint."""
 
     def evaluated(self, number: int, mean: float) -> None:
@@ -32,6 +32,10 @@ class Retention:
 
     def updated(self, reward_mean: float) -> None:
         self._since.append(reward_mean)
+
+    def between(self) -> dict[str, Any]:
+        """JSON values for a run that goes on from where it is now, without a checkpoint."""
+        return {"evaluations": list(self._evaluations.items()), "rewards": list(self._rewards.items()), "since": list(self._since)}
 
     def state(self, number: int) -> dict[str, Any]:
         """JSON values for the checkpoint that is being saved: what holds when the run goes on from it. Forgets what no longer matters."""
@@ -51,6 +55,11 @@ class Retention:
         gone = [other for other in self.kept if other not in stay]
         self.kept = [other for other in self.kept if other in stay]
         return gone
+
+    @property
+    def newest(self) -> int:
+        """Updates of the newest checkpoint; 0: none."""
+        return _number(self.kept[-1]) if self.kept else 0
 
     @property
     def best(self) -> Path | None:

@@ -254,6 +254,10 @@ class Learner(Protocol):
         """A Hugging Face directory plus optimizer state, whole or absent."""
         ...
 
+    async def copy(self) -> int:
+        """The same into memory that outlives it (checkpoint.memory_copy); its size in bytes."""
+        ...
+
     async def stop(self) -> None:
         """It is not needed any more: its end is no loss."""
         ...

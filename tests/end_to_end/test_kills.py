@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -36,6 +37,22 @@ def test_kills_of_sampler_learner_and_conductor_lose_nothing(story: Story) -> No
     assert max(fates(story).trained.values()) == 2, "the check can fail"
     (story.notes / RECORDS).write_text("\n".join(line for line in lines if json.loads(line)["kind"] != "Consumed"))
     assert fates(story).unknown
+
+
+def test_a_learner_killed_beside_a_copy_in_memory_goes_on_from_that(story: Story) -> None:
+    story = dataclasses.replace(story, overrides=(*ENDLESS, "checkpoint.every_updates=500", "checkpoint.memory_copy=true"))
+    try:
+        while not story.kills or not [line for line in story.events() if line["event"] == "run_resumed" and line["from_memory"]]:
+            story.tell(len(story.kills) + 1, roles=("learner-0",), delay_seconds=0.4)
+        story.tell(len(story.kills) + 1, roles=(CONDUCTOR,), delay_seconds=0.4)
+        assert story.interrupt() == 130
+        story.finish(f"run.num_updates={story.reached() + 2}")
+        check(story)
+    finally:
+        story.end()
+    for line in story.events():
+        if line["event"] == "run_resumed" and line["from_memory"]:
+            assert line["cause"] == "learner_lost" and line["undone_updates"] <= 1 and line["checkpoint"] == "" and line["resumed_from_update"] > 0
 
 
 @pytest.mark.slow

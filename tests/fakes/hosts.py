@@ -14,12 +14,13 @@ from typing import Any
 from fakes.learner import ScriptedLearner
 from fakes.rollouts import CharacterTokenizer, ScriptedSampler, ScriptedWeights
 from headrace.config import Settings
+from headrace.learner.state_memory import StateMemory
 from headrace.manifest import write_manifest
 from headrace.recipe import RecipeCode
 from headrace.rollout.evaluation import EvaluationRecord
 from headrace.rollout.worker import RolloutWorkerCore
 from headrace.runtime import hosts, processes
-from headrace.runtime.hosts import HEARTBEAT_SECONDS, REPORT_SECONDS, _serve
+from headrace.runtime.hosts import HEARTBEAT_SECONDS, REPORT_SECONDS, LearnerStart, _serve
 from headrace.runtime.processes import Hello
 from headrace.runtime.wire import AsyncWire, BlockingWire
 from headrace.types import PolicyVersion, RolloutKey
@@ -44,21 +45,40 @@ def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, c
     wire.receive()
 
 
-def host_learner(end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Any, ...] | None = None) -> None:
+def host_learner(
+    end: socket.socket,
+    model: Path,
+    settings: Settings,
+    channel: Any,
+    rank: int,
+    address: str,
+    start: LearnerStart | None = None,
+    memory: StateMemory | None = None,
+) -> None:
     wire = BlockingWire(end)
-    start = PolicyVersion(0, 0)
-    if restored is not None:
-        checkpoint, lineage = restored[:2]
-        start = PolicyVersion(lineage, 0 if checkpoint is None else int((checkpoint / "model.safetensors").read_text().split()[0]))
-    learner = ScriptedLearner(settings, lambda version: None, learn_seconds=LEARN_SECONDS, version=start)
+    version = PolicyVersion(0, 0)
+    if start is not None:
+        match start.place:
+            case None:
+                number = 0
+            case Path():
+                number = int((start.place / "model.safetensors").read_text().split()[0])
+            case _:
+                assert memory is not None
+                number = int(memory.read(start.place))
+        version = PolicyVersion(start.lineage, number)
+    learner = ScriptedLearner(settings, lambda version: None, learn_seconds=LEARN_SECONDS, version=version)
     wire.send(Hello(facts={"version": learner.version}))
     with asyncio.Runner() as runner:
         while True:
             method, arguments = wire.receive()
             if method == "save":
                 save(arguments[0], learner.version)
+            if method == "copy":
+                assert memory is not None
+                memory.write(learner.version, str(learner.version.number).encode())
             wire.send(runner.run(getattr(learner, method)(*arguments)))
-            for grows in (learner.selections, learner.saved):
+            for grows in (learner.selections, learner.saved, learner.copied):
                 grows.clear()
             del learner.published[:-1]
 

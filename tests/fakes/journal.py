@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.checkpointing import Restore
+from headrace.checkpointing import MemoryCopy, Restore
 from headrace.config import Settings
 from headrace.pool.journal import Delivered, Record, Restored, record_from_json, record_to_json, summary_from_json, summary_to_json
 from headrace.runtime.resumption import start_state
@@ -42,13 +42,15 @@ class MemoryJournal:
         left.states = [(at, copy.deepcopy(state)) for at, state in self.states if at <= num_records]
         return left
 
-    def restore(self, *, newest: int = -1) -> tuple[Restore, PolicyVersion]:
-        """From its newest checkpoint, or an older one, or the start; and the version that the learner starts at."""
+    def restore(self, *, newest: int = -1, copied: MemoryCopy | None = None) -> tuple[Restore, PolicyVersion]:
+        """From its newest checkpoint, or an older one, or the start, or a copy that is newer; and the version that the learner starts at."""
         state = self.states[newest][1] if self.states or self.start is None else self.start
+        copied = None if copied is None or copied.version <= PolicyVersion(*state["version"]) else copied
+        state = state if copied is None else copied.state
         version, mark = PolicyVersion(*state["version"]), state["mark"]
         held = {(r.finished.summary.key, r.finished.summary.round): r.finished.payload for r in self.records[:mark] if isinstance(r, Delivered)}
         lineage = 1 + max([version.lineage, *(record.lineage for record in self.records if isinstance(record, Restored))])
-        return Restore(version=version, state=state, held=held, records=self.records[mark:]), PolicyVersion(lineage, version.number)
+        return Restore(version=version, state=state, held=held, records=self.records[mark:], copied=copied), PolicyVersion(lineage, version.number)
 
 
 def _as_from_disk(record: Record) -> Record:

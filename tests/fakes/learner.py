@@ -39,6 +39,7 @@ class ScriptedLearner:
         self.selections: list[Selection] = []
         self.published: list[PolicyVersion] = []
         self.saved: list[Path] = []
+        self.copied: list[PolicyVersion] = []
         self.calls = 0
         self._version = version
         self._seen: set[RolloutKey] = set()
@@ -80,6 +81,10 @@ class ScriptedLearner:
 
     async def save(self, directory: Path) -> None:
         self.saved.append(directory)
+
+    async def copy(self) -> int:
+        self.copied.append(self._version)
+        return 8
 
     async def stop(self) -> None:
         pass

@@ -78,7 +78,8 @@ class RestoredRun(ScriptedRun):
             numbers = [state["version"][1] for _, state in self.journal.states]
             keep = max((index for index, number in enumerate(numbers) if number <= back.newest_update), default=0)
             del self.journal.states[keep + 1 :]
-        restore, self.start = self.journal.restore()
+        lost = back.cause is ResumeCause.LEARNER_LOST
+        restore, self.start = self.journal.restore(copied=self.conductor.checkpoints.copied if lost else None)
         self.restore = replace(restore, rolled_back=back.cause is ResumeCause.ROLL_BACK)
 
     async def _live(self, restoration: Restoration) -> None:

@@ -5,6 +5,7 @@ Real conductor, pool and workers over scripted samplers and learner under the vi
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ schedules = st.fixed_dictionaries(
         "every_updates": st.sampled_from([1, 2, 3]),
         "learn_seconds": st.sampled_from([0.01, 1.0, 5.0]),
         "fails_to_start": st.sampled_from([0, 0, 1]),
+        "memory_copy": st.booleans(),
     }
 )
 
@@ -105,7 +107,7 @@ def scheduled_run(schedule: dict[str, Any], when: list[Blow]) -> RestoredRun:
         max_staleness=schedule["max_staleness"],
         num_samplers=schedule["num_samplers"],
         pool={"selection": schedule["selection"], "on_expiry": schedule["on_expiry"], "no_signal": "train"},
-        checkpoint={"every_updates": schedule["every_updates"], "keep": 1000},
+        checkpoint={"every_updates": schedule["every_updates"], "keep": 1000, "memory_copy": schedule["memory_copy"]},
         learn_seconds=schedule["learn_seconds"],
         fails_to_start=schedule["fails_to_start"],
         roll_back_limit=1000,
@@ -147,6 +149,28 @@ def test_a_killed_learner_costs_the_updates_since_the_checkpoint_and_nothing_els
     back = {finished.summary.key for finished in hit.conductor.restored.pooled}
     usable = {m.summary.key for one in undone for m in one.members if all(c.version.number <= second.start.number for c in m.summary.versions)}
     assert trained & usable <= back, "what only the checkpoint's weights and older ones had sampled is in the pool again"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_with_a_copy_in_memory_a_killed_learner_costs_one_update_at_most(mode: str) -> None:
+    strikes = [Blow(8.3 + 21.7 * index, "killed") for index in range(6)]
+    run = restored_run(*strikes, mode=mode, num_updates=160, checkpoint={"every_updates": 150, "every_seconds": 0, "keep": 1000, "memory_copy": True})
+    run_virtual(run.run())
+    check(run)
+    for before, life in itertools.pairwise(run.lives):
+        made = max((one.number for one in before.published), default=0)
+        assert life.start.number >= made - 1, "what was published before the last update is not undone"
+        assert life.base is not None and life.base.copied is not None
+    assert len(run.lives) == 7
+
+
+def test_a_rollback_does_not_go_to_the_copy() -> None:
+    run = restored_run(Blow(9.2, "killed"), Blow(14.2, "rolled_back"), num_updates=20, checkpoint={"every_updates": 4, "keep": 1000, "memory_copy": True})
+    run_virtual(run.run())
+    check(run)
+    _, after_loss, after_rollback = run.lives
+    assert after_loss.base is not None and after_loss.base.copied is not None
+    assert after_rollback.base is not None and after_rollback.base.copied is None and after_rollback.start.number % 4 == 0
 
 
 def test_a_learner_that_answers_no_more_is_lost_after_its_limit() -> None:

@@ -35,6 +35,11 @@ ROWS = [
     Wrong(did="top_p in training", overrides=("rollout.top_p=0.9",), says=("rollout.top_p", "0.9", "without a record", "evaluation.top_p")),
     Wrong(did="top_k in training", overrides=("rollout.top_k=40",), says=("rollout.top_k", "40", "evaluation.top_k")),
     Wrong(did="max_staleness below the minibatches", overrides=("pool.max_staleness=1", "learner.num_minibatches=2", "learner.num_epochs=2"), says=("pool.max_staleness", "is 1", "4 updates", "at least 3")),
+    Wrong(
+        did="a copy in memory without a journal",
+        overrides=("checkpoint.memory_copy=true", "checkpoint.every_seconds=0"),
+        says=("checkpoint.memory_copy", "the journal", "Set checkpoint.every_updates"),
+    ),
     Wrong(did="more minibatches than groups", overrides=("learner.num_minibatches=3",), says=("learner.num_minibatches", "only 2 groups", "more groups")),
     Wrong(did="asynchronous on shared devices", overrides=("run.placement=colocated",), says=("run.placement", "cannot sample and learn at once", "run.mode = 'sync'")),
     Wrong(did="an action as long as the trajectory", overrides=("rollout.max_action_tokens=32",), says=("rollout.max_action_tokens", "32", "below rollout.max_tokens")),

@@ -35,6 +35,7 @@ BROKEN: tuple[dict[str, dict[str, Any]], ...] = (
     {"pool": {"max_staleness": 0}, "learner": {"num_minibatches": 4}},
     {"pool": {"quorum": 9}},
     {"run": {"mode": "sync"}, "pool": {"verify": "all"}},
+    {"checkpoint": {"memory_copy": True, "every_seconds": 0}},
     {"pool": {"groups_per_batch": 2}, "learner": {"num_minibatches": 4}},
     {"learner": {"loss": "decoupled_ppo"}},
     {"learner": {"unmarked_fraction": 0.5, "loss": "gspo"}},

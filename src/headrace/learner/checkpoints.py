@@ -7,6 +7,8 @@
     manifest.json                                        size and SHA-256 of all these, written last, checked before anything is loaded
 
 Written to a directory beside the target, flushed to disk, then renamed: whole or absent.
+
+For checkpoint.memory_copy the same state, of the parameters that are trained, is packed into one piece (state_memory.py keeps it).
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
-from headrace.config import Settings
 from headrace.errors import CheckpointError
 from headrace.learner.lora import ADAPTER_FOLDER, Adapters
 from headrace.manifest import find_damage, write_manifest
@@ -32,6 +33,8 @@ from headrace.types import PolicyVersion
 SCHEMA = 1
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEARNER_FILE = "learner.json"
+_WEIGHT = "weight"
+"""Before the name of a parameter, where AdamW's moments have `exp_avg` and the like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +52,7 @@ class LearnerState:
 
 
 def save_checkpoint(
-    directory: Path,
-    model: Any,
-    tokenizer: Any | None,
-    optimizer: torch.optim.Optimizer,
-    version: PolicyVersion,
-    ancestry: dict[int, int],
-    settings: Settings,
-    *,
-    adapters: Adapters | None = None,
-    learning_rate_factor: float = 1.0,
-    guard: Mapping[str, Any] | None = None,
+    directory: Path, model: Any, tokenizer: Any | None, optimizer: torch.optim.Optimizer, state: LearnerState, *, adapters: Adapters | None = None
 ) -> None:
     """Writes the directory, replacing one of that name. Raises CheckpointError; then the old one, if any, is still there."""
     partial = directory.parent / f".{directory.name}.partial"
@@ -75,11 +68,7 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         save_file(_moments(model, optimizer), partial / OPTIMIZER_FILE)
-        learner = {
-            "schema": SCHEMA, "version": list(version), "ancestry": sorted(ancestry.items()), "learning_rate_factor": learning_rate_factor,
-            "guard": dict(guard or {}), "settings": settings.model_dump(mode="json"),
-        }  # fmt: skip
-        (partial / LEARNER_FILE).write_text(json.dumps(learner, indent=1), encoding="utf-8")
+        (partial / LEARNER_FILE).write_text(_state_to_json(state), encoding="utf-8")
         write_manifest(partial)
         for path in [*partial.rglob("*"), partial]:
             _flush(path)
@@ -116,19 +105,48 @@ def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimize
             _load_parameters(directory, parameters, saved)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory}: not a whole learner checkpoint: {error}.", remedy="Name another checkpoint of the run.") from error
-    optimizer.state.clear()
-    for key, value in moments.items():
-        kind, _, name = key.partition(".")
-        target = parameters[name]
-        # AdamW keeps its step count on the CPU
-        optimizer.state[target][kind] = value.clone() if kind == "step" else value.to(device=target.device, dtype=target.dtype)
+    _load_moments(optimizer, parameters, moments)
     return state
 
 
+def pack_state(model: Any, optimizer: torch.optim.Optimizer, state: LearnerState) -> bytes:
+    """Length of learner.json in 8 bytes, learner.json, safetensors of the trained parameters and AdamW's moments."""
+    text = _state_to_json(state).encode()
+    weights = {f"{_WEIGHT}.{name}": parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return b"".join((len(text).to_bytes(8, "little"), text, save({**weights, **_moments(model, optimizer)})))
+
+
+def unpack_state(packed: bytes, model: Any, optimizer: torch.optim.Optimizer) -> LearnerState:
+    """Puts it into a model of the same run, in place."""
+    start = 8 + int.from_bytes(packed[:8], "little")
+    tensors, parameters = load(packed[start:]), dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.copy_(tensors.pop(f"{_WEIGHT}.{name}"))
+    _load_moments(optimizer, parameters, tensors)
+    return _state_from_json(packed[8:start].decode())
+
+
 def _read_state(directory: Path) -> LearnerState:
-    learner = json.loads((directory / LEARNER_FILE).read_text(encoding="utf-8"))
-    if learner["schema"] != SCHEMA:
-        raise CheckpointError(f"{directory / LEARNER_FILE}: schema {learner['schema']}, this headrace reads {SCHEMA}.")
+    text = (directory / LEARNER_FILE).read_text(encoding="utf-8")
+    if (schema := json.loads(text)["schema"]) != SCHEMA:
+        raise CheckpointError(f"{directory / LEARNER_FILE}: schema {schema}, this headrace reads {SCHEMA}.")
+    return _state_from_json(text)
+
+
+def _state_to_json(state: LearnerState) -> str:
+    return json.dumps(
+        {
+            "schema": SCHEMA, "version": list(state.version), "ancestry": sorted(state.ancestry.items()),
+            "learning_rate_factor": state.learning_rate_factor, "guard": state.guard, "settings": state.settings,
+        },
+        indent=1,
+    )  # fmt: skip
+
+
+def _state_from_json(text: str) -> LearnerState:
+    learner = json.loads(text)
     return LearnerState(
         version=PolicyVersion(*learner["version"]),
         ancestry={int(lineage): int(number) for lineage, number in learner["ancestry"]},
@@ -162,6 +180,15 @@ def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def _load_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], moments: Mapping[str, torch.Tensor]) -> None:
+    optimizer.state.clear()
+    for key, value in moments.items():
+        kind, _, name = key.partition(".")
+        target = parameters[name]
+        # AdamW keeps its step count on the CPU
+        optimizer.state[target][kind] = value.clone() if kind == "step" else value.to(device=target.device, dtype=target.dtype)
 
 
 def _flush(path: Path) -> None:

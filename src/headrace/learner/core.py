@@ -23,13 +23,14 @@ from torch import Tensor
 from headrace.config import Settings
 from headrace.errors import InvariantError, ModelError
 from headrace.learner.batch import Batch, MicroBatch, Weighing, check_weights, coefficients, deal_rows, micro_batches, split_minibatches, weigh
-from headrace.learner.checkpoints import load_checkpoint, load_tokenizer, save_checkpoint
+from headrace.learner.checkpoints import LearnerState, load_checkpoint, load_tokenizer, pack_state, save_checkpoint, unpack_state
 from headrace.learner.forward import Scores, SelectiveForward
 from headrace.learner.guard import Guard
 from headrace.learner.lora import Adapters, ReferenceForward
 from headrace.learner.objective import Objective, evaluate_objective
 from headrace.learner.ranks import FlatGradients, init_ranks, reduce_sum, shutdown_ranks
 from headrace.learner.record import SelectionRecord
+from headrace.learner.state_memory import StateMemory
 from headrace.learner.unpack import unpack
 from headrace.roles import WeightWriter
 from headrace.types import PolicyVersion
@@ -113,12 +114,13 @@ class LearnerRank:
         rank: int = 0,
         world_size: int = 1,
         writer: WeightWriter | None = None,
+        memory: StateMemory | None = None,
         device: str | torch.device | None = None,
         parameter_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._settings = settings
         self._objective = Objective.from_settings(settings)
-        self._rank, self._world_size, self._writer = rank, world_size, writer
+        self._rank, self._world_size, self._writer, self._memory = rank, world_size, writer, memory
         self._device = usable_device(settings.model.device if device is None else device)
         if self._device == torch.device("cuda") and world_size > 1:  # "cuda" alone would put every rank on the first one
             self._device = torch.device("cuda", rank)
@@ -196,10 +198,15 @@ class LearnerRank:
     def save(self, directory: Path) -> None:
         """Writes a checkpoint, whole or absent (checkpoints.py). All ranks hold the same: rank 0 writes, the others return at once."""
         if self._rank == 0:
-            save_checkpoint(
-                Path(directory), self.model, self._tokenizer, self._optimizer, self._version, self._ancestry, self._settings,
-                adapters=self._adapters, learning_rate_factor=self.learning_rate_factor, guard=self._guard.state(),
-            )  # fmt: skip
+            save_checkpoint(Path(directory), self.model, self._tokenizer, self._optimizer, self._state(), adapters=self._adapters)
+
+    def copy(self) -> int:
+        """Puts what it takes to go on exactly into memory that outlives this process; its size in bytes. Raises CheckpointError when there is no room."""
+        if self._memory is None:
+            raise InvariantError(f"learner rank {self._rank} is to copy its state and has no memory for it.")
+        packed = pack_state(self.model, self._optimizer, self._state())
+        self._memory.write(self._version, packed)
+        return len(packed)
 
     def begin_again(self, lineage: int) -> None:
         """The weights that it was made with are update 0 of a new lineage: a run goes on that had saved nothing. Every rank does so."""
@@ -211,7 +218,24 @@ class LearnerRank:
 
         Give `lineage` where the same checkpoint is restored more than once. Every rank loads.
         """
-        state = load_checkpoint(Path(directory), self.model, self._optimizer, adapters=self._adapters)
+        self._go_on_from(load_checkpoint(Path(directory), self.model, self._optimizer, adapters=self._adapters), lineage)
+
+    def load_copy(self, version: PolicyVersion, *, lineage: int) -> None:
+        """The same from what another learner put into memory. Every rank loads."""
+        if self._memory is None:
+            raise InvariantError(f"learner rank {self._rank} is to go on from memory and has none.")
+        self._go_on_from(unpack_state(self._memory.read(version), self.model, self._optimizer), lineage)
+
+    def _state(self) -> LearnerState:
+        return LearnerState(
+            version=self._version,
+            ancestry=self._ancestry,
+            settings=self._settings.model_dump(mode="json"),
+            learning_rate_factor=self.learning_rate_factor,
+            guard=self._guard.state(),
+        )
+
+    def _go_on_from(self, state: LearnerState, lineage: int | None) -> None:
         self._version = PolicyVersion(state.version.lineage + 1 if lineage is None else lineage, state.version.number)
         self._ancestry = {**state.ancestry, self._version.lineage: self._version.number}
         self.learning_rate_factor = state.learning_rate_factor

@@ -82,7 +82,7 @@ def learner_slices(lines: Iterable[Line]) -> list[Slice]:
                 work.append(_one(line["time"], line["wait_seconds"], "acknowledgement", version=line["version"]))
             case "weights_published":
                 work.append(_one(line["time"], line["seconds"], "publish", version=line["version"], bytes=line["bytes"]))
-            case "checkpoint_saved":
+            case "checkpoint_saved" | "state_copied":
                 work.append(_one(line["time"], line["seconds"], "checkpoint", version=line["version"]))
             case "run_resumed" if went_back(line):
                 work.append(_one(line["time"], line["seconds"], RESTART, lineage=line["lineage"]))

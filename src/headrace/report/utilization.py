@@ -171,7 +171,7 @@ class UtilizationMeter:
                 self._add_idle("acknowledgement", windows.inside(time, line["wait_seconds"]))
             case "weights_published":
                 self._add_idle("publish", windows.inside(time, line["seconds"]))
-            case "checkpoint_saved":
+            case "checkpoint_saved" | "state_copied":
                 self._add_idle("checkpoint", windows.inside(time, line["seconds"]))
 
     def sampled_tokens(self, windows: Windows) -> float | None:

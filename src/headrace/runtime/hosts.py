@@ -9,15 +9,18 @@ import asyncio
 import gc
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Settings
 from headrace.errors import HeadraceError, ModelError
+from headrace.learner.state_memory import StateMemory
 from headrace.recipe import RecipeCode
 from headrace.roles import WeightReader
 from headrace.runtime.processes import Alive, Failed, Hello, as_headrace_error
 from headrace.runtime.wire import AsyncWire, BlockingWire
+from headrace.types import PolicyVersion
 from headrace.updates import AdapterLayout
 
 if TYPE_CHECKING:
@@ -47,13 +50,27 @@ def host_preparation(end: socket.socket, settings: Settings, code: RecipeCode, c
     wire.receive()
 
 
-def host_learner(
-    end: socket.socket, model: Path, settings: Settings, channel: Any, rank: int, address: str, restored: tuple[Path | None, int, float] | None = None
-) -> None:
-    """One learner rank: answers (method, arguments) with the method's result, one at a time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStart:
+    """Where the learner of a run that goes on begins."""
 
-    `restored`: checkpoint (None: the weights it starts with) and lineage to go on from, and what the learning rate is multiplied by.
-    """
+    place: Path | PolicyVersion | None
+    """A checkpoint; the version of a copy in memory; None: the weights that the run began with."""
+    lineage: int
+    learning_rate_factor: float
+
+
+def host_learner(
+    end: socket.socket,
+    model: Path,
+    settings: Settings,
+    channel: Any,
+    rank: int,
+    address: str,
+    start: LearnerStart | None = None,
+    memory: StateMemory | None = None,
+) -> None:
+    """One learner rank: answers (method, arguments) with the method's result, one at a time. Without `start` the run is new."""
     from headrace.learner.core import LearnerRank, init_ranks, shutdown_ranks
     from headrace.weights.shared_memory import SharedMemoryWriter
 
@@ -61,14 +78,17 @@ def host_learner(
     world_size = settings.run.num_learner_ranks
     init_ranks(rank, world_size, address)
     try:
-        learner = LearnerRank(str(model), settings, rank=rank, world_size=world_size, writer=SharedMemoryWriter(channel) if rank == 0 else None)
-        if restored is not None:
-            checkpoint, lineage, factor = restored
-            if checkpoint is None:
-                learner.begin_again(lineage)
-            else:
-                learner.load(checkpoint, lineage=lineage)
-            learner.learning_rate_factor = factor
+        writer = SharedMemoryWriter(channel) if rank == 0 else None
+        learner = LearnerRank(str(model), settings, rank=rank, world_size=world_size, writer=writer, memory=memory)
+        if start is not None:
+            match start.place:
+                case Path():
+                    learner.load(start.place, lineage=start.lineage)
+                case PolicyVersion():
+                    learner.load_copy(start.place, lineage=start.lineage)
+                case None:
+                    learner.begin_again(start.lineage)
+            learner.learning_rate_factor = start.learning_rate_factor
         wire.send(Hello(facts={"version": learner.version}))
         while True:
             method, arguments = wire.receive()

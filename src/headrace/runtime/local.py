@@ -7,6 +7,7 @@ evaluate_local  the evaluator alone, on a checkpoint
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from headrace.config import Settings
 from headrace.config_loading import ResolvedSettings
 from headrace.errors import HeadraceError, ModelError, WorkerLostError
 from headrace.evaluation import evaluated, evaluation_requests
+from headrace.learner.state_memory import StateMemory
 from headrace.recipe import RecipeCode
 from headrace.restoration import Restoration, Return
 from headrace.runtime import hosts
@@ -78,12 +80,16 @@ async def run_local(
     settings = resolved.anchored()
     code = RecipeCode(resolved.task_module, settings.task.options)
     training, tasks = await read_recipe(settings, code)
-    with run_record(settings, run_directory, clock=asyncio.get_running_loop().time, subscribers=subscribers, goes_on=resume) as record:
+    with (
+        contextlib.ExitStack() as stack,
+        run_record(settings, run_directory, clock=asyncio.get_running_loop().time, subscribers=subscribers, goes_on=resume) as record,
+    ):
         resumption = find_resumption(run_directory, settings) if resume else None
         run = _Run(
             resolved=resolved, settings=settings, code=code, training=training, tasks=tasks, evaluate=evaluate, record=record,
             prepared=await prepare(settings, code, progress), progress=progress, started=started, resumption=resumption,
             restoration=Restoration(settings, record.log),
+            memory=stack.enter_context(contextlib.closing(StateMemory())) if settings.checkpoint.memory_copy else None,
         )  # fmt: skip
         try:
             await run.restoration.survive(run.live)
@@ -111,6 +117,7 @@ class _Run:
     resumption: Resumption | None
     """What the next life goes on from."""
     restoration: Restoration
+    memory: StateMemory | None
     begins: ev.RunStarted | None = None
     """Line 1, and what every later life keeps of it."""
     conductor: Conductor | None = None
@@ -120,10 +127,17 @@ class _Run:
         directory = self.record.directory.path
         if back is not None:
             self.record.begin_again()
-            self.resumption = await asyncio.to_thread(find_resumption, directory, self.settings, back)  # it reads whole checkpoints
+            copied = None if self.conductor is None else self.conductor.checkpoints.copied
+            self.resumption = await asyncio.to_thread(find_resumption, directory, self.settings, back, copied)  # it reads whole checkpoints
         self.progress("starting samplers and learner", 0.0)
         async with local_roles(
-            self.settings, self.code, self.prepared, evaluate=self.evaluate, resumption=self.resumption, measures=self.begins is None
+            self.settings,
+            self.code,
+            self.prepared,
+            evaluate=self.evaluate,
+            resumption=self.resumption,
+            memory=self.memory,
+            measures=self.begins is None,
         ) as roles:
             self._note_start(roles)
             journal = self.record.keep(open_journal(directory, self.settings, self.resumption))

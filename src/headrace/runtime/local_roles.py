@@ -21,6 +21,7 @@ from headrace import events as ev
 from headrace.clock import Waits
 from headrace.config import Placement, Settings
 from headrace.errors import WaitTimeoutError, WorkerLostError, first_error
+from headrace.learner.state_memory import StateMemory
 from headrace.recipe import RecipeCode
 from headrace.restoration import LEARNER
 from headrace.roles import EvaluationResult
@@ -114,6 +115,10 @@ class LocalLearner:
 
     async def save(self, directory: Path) -> None:
         await self._call(self._ranks[:1], "save", directory)
+
+    async def copy(self) -> int:
+        num_bytes: int = await self._call(self._ranks[:1], "copy")
+        return num_bytes
 
     async def stop(self) -> None:
         """Ending the processes is the runtime's work: from now on they may end."""
@@ -257,8 +262,9 @@ class LocalRoles:
 
 @contextlib.asynccontextmanager
 async def local_roles(
-    settings: Settings, code: RecipeCode, prepared: Prepared, *, evaluate: bool, resumption: Resumption | None, measures: bool = True
-) -> AsyncIterator[LocalRoles]:
+    settings: Settings, code: RecipeCode, prepared: Prepared, *,
+    evaluate: bool, resumption: Resumption | None, memory: StateMemory | None = None, measures: bool = True,
+) -> AsyncIterator[LocalRoles]:  # fmt: skip
     """All role processes, up and answering; ended, by force if need be, when the context is left. `measures`: samplers, their capacity."""
     model, adapters = prepared.model, prepared.adapters
     ranks: list[RoleProcess] = []
@@ -266,13 +272,12 @@ async def local_roles(
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as meeting_place, contextlib.ExitStack() as stack:
         try:
             channel = stack.enter_context(contextlib.closing(SharedMemoryChannel(prepared.parameter_bytes)))
-            layout = CoreLayout.of(settings)
-            meetings = count()
-            restored = None if resumption is None else (resumption.checkpoint, resumption.start.lineage, resumption.restore.learning_rate_factor)
+            layout, meetings = CoreLayout.of(settings), count()
+            start = None if resumption is None else resumption.learner_start
 
             def learners() -> list[RoleProcess]:
                 address = f"file://{meeting_place}/ranks-{next(meetings)}"
-                arguments = [(model, settings, channel, rank, address, restored) for rank in range(settings.run.num_learner_ranks)]
+                arguments = [(model, settings, channel, rank, address, start, memory) for rank in range(settings.run.num_learner_ranks)]
                 return [
                     RoleProcess(f"learner-{rank}", hosts.host_learner, each, core=layout.learner(rank), is_learner=True) for rank, each in enumerate(arguments)
                 ]

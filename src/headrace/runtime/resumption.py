@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpointing import Restore
+from headrace.checkpointing import MemoryCopy, Restore
 from headrace.clock import now
 from headrace.conductor import Conductor
 from headrace.config import Settings
@@ -23,6 +23,7 @@ from headrace.pool.journal import Consumed
 from headrace.pool.pool import ExperiencePool
 from headrace.pool.restoring import pool_state
 from headrace.restoration import Return
+from headrace.runtime.hosts import LearnerStart
 from headrace.runtime.journal import FILE, START, STATE_FILE, JournalRead, RunJournal, read_journal, read_state
 from headrace.types import PolicyVersion
 
@@ -33,7 +34,7 @@ FIXED = ("model.path", "model.prepare", "model.architecture", "model.characters"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     checkpoint: Path | None
-    """None: the weights that the run began with."""
+    """None: a copy in memory (`restore.copied`), or the weights that the run began with."""
     restore: Restore
     start: PolicyVersion
     """Of the learner."""
@@ -44,6 +45,13 @@ class Resumption:
     """Newer checkpoints that are not whole, and why. They are renamed."""
     undone: tuple[str, ...] = ()
     """Newer checkpoints that a rollback leaves behind. They are renamed."""
+
+    @property
+    def learner_start(self) -> LearnerStart:
+        copied = self.restore.copied
+        return LearnerStart(
+            place=self.checkpoint if copied is None else copied.version, lineage=self.start.lineage, learning_rate_factor=self.restore.learning_rate_factor
+        )
 
     def event(self, started: RunStarted, conductor: Conductor, back: Return | None = None) -> RunResumed:
         """For the log; `started`: what a new run of these settings would say; `back`: why a run goes back by itself."""
@@ -56,6 +64,7 @@ class Resumption:
         return RunResumed(
             **values,
             checkpoint="" if self.checkpoint is None else str(self.checkpoint),
+            from_memory=self.restore.copied is not None,
             pooled=len(restored.pooled),
             void=restored.num_void,
             lost=restored.num_lost,
@@ -79,11 +88,19 @@ def refuse_changes(before: Settings, resolved: ResolvedSettings) -> None:
         raise ConfigError(problems)
 
 
-def find_resumption(directory: Path, settings: Settings, back: Return | None = None) -> Resumption:
+def find_resumption(directory: Path, settings: Settings, back: Return | None = None, copied: MemoryCopy | None = None) -> Resumption:
     """Raises ConfigError when there is nothing to go on from or nothing left to do, CheckpointError when the journal is damaged. `back`: why a
-    run goes back by itself; then all may have been done."""
+    run goes back by itself; then all may have been done, and a copy in memory that is newer than every checkpoint will do."""
     whole, undone, broken = _look_at(directory / "checkpoints", None if back is None else back.newest_update)
-    if whole:
+    newest = whole[-1][1] if whole else None
+    if copied is not None and (back is None or back.cause is not ResumeCause.LEARNER_LOST or (whole and whole[-1][0] >= copied.version)):
+        copied = None
+    version: PolicyVersion
+    checkpoint: Path | None
+    state: Mapping[str, Any]
+    if copied is not None:
+        version, checkpoint, state = copied.version, None, copied.state
+    elif whole:
         version, checkpoint, state = whole[-1]
     else:
         version, checkpoint, state = PolicyVersion(0, 0), None, start_state(settings)
@@ -92,10 +109,10 @@ def find_resumption(directory: Path, settings: Settings, back: Return | None = N
         remedy = f"Raise it to train on: run.num_updates={max(2 * version.number, 1)}."
         raise ConfigError([Problem(key="run.num_updates", value=settings.run.num_updates, limit=f"above {version.number}", message=message, remedy=remedy)])
     journal = read_journal(directory / FILE, state)
-    if checkpoint is None and broken and not ((directory / FILE).exists() and journal.reaches_back):
+    if newest is None and copied is None and broken and not ((directory / FILE).exists() and journal.reaches_back):
         raise _nothing_whole(directory, broken)
     lineage, factor = _newest_lineage([*whole, *undone], journal)
-    passed_over = [(path, why) for path, why in broken if checkpoint is None or path.name > checkpoint.name]
+    passed_over = [(path, why) for path, why in broken if newest is None or path.name > newest.name]
     return Resumption(
         checkpoint=checkpoint,
         restore=Restore(
@@ -105,6 +122,7 @@ def find_resumption(directory: Path, settings: Settings, back: Return | None = N
             records=journal.records,
             checkpoints=[path for _, path, _ in whole],
             learning_rate_factor=factor * (1.0 if back is None else back.learning_rate_factor),
+            copied=copied,
             rolled_back=back is not None and back.cause is ResumeCause.ROLL_BACK,
         ),
         start=PolicyVersion(lineage + 1, version.number),

@@ -61,6 +61,9 @@ class SimulatedLearner:
     async def save(self, directory: Path) -> None:
         raise HeadraceError(f"{directory}: a simulated learner has no weights to save.")
 
+    async def copy(self) -> int:
+        raise HeadraceError("a simulated learner has no state to copy.")
+
     async def stop(self) -> None:
         """There is no process."""
 

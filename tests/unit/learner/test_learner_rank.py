@@ -31,6 +31,7 @@ from headrace.learner import batch as batch_module
 from headrace.learner.core import LearnerRank, learning_rate
 from headrace.learner.forward import SelectiveForward
 from headrace.learner.guard import LEAST
+from headrace.learner.state_memory import StateMemory
 from headrace.manifest import write_manifest
 from headrace.types import EndReason, PolicyVersion, RolloutKey
 from headrace.updates import UpdateResult, WeightUpdate
@@ -42,8 +43,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "qwen2")
 
 
-def make_rank(path: Path, *, version: int = 0, dtype: torch.dtype = torch.float32, writer: Any = None, run: Any = None, **learner: Any) -> LearnerRank:
-    rank = LearnerRank(path, make_settings(learner=learner, run=run or {}), device="cpu", parameter_dtype=dtype, writer=writer)
+def make_rank(
+    path: Path, *, version: int = 0, dtype: torch.dtype = torch.float32, writer: Any = None, memory: Any = None, run: Any = None, **learner: Any
+) -> LearnerRank:
+    rank = LearnerRank(path, make_settings(learner=learner, run=run or {}), device="cpu", parameter_dtype=dtype, writer=writer, memory=memory)
     rank._version = rank._version._replace(number=version)
     return rank
 
@@ -444,6 +447,21 @@ def test_the_update_after_a_restore_is_exactly_the_one_that_would_have_been(mode
     assert restored.version == PolicyVersion(1, 2)
     again = restored.learn(make_selection(mixed_trajectories(3)))
     assert same(weights(rank), weights(restored))
+    assert again.statistics == on.statistics
+
+
+def test_the_update_after_a_copy_in_memory_is_exactly_the_one_that_would_have_been(model_path: Path) -> None:
+    memory = StateMemory()
+    options: dict[str, Any] = {"run": {"num_updates": 9}, "schedule": "cosine", "weight_decay": 0.1, "memory": memory}
+    rank, successor = make_rank(model_path, **options), make_rank(model_path, **options)
+    for seed in (1, 2):
+        rank.learn(make_selection(mixed_trajectories(seed)))
+        assert rank.copy() > sum(parameter.nbytes for parameter in rank.model.parameters())
+    on = rank.learn(make_selection(mixed_trajectories(3)))
+    successor.load_copy(PolicyVersion(0, 2), lineage=4)
+    assert successor.version == PolicyVersion(4, 2) and successor._guard.state()["kls"] == rank._guard.state()["kls"][:2]
+    again = successor.learn(make_selection(mixed_trajectories(3)))
+    assert same(weights(rank), weights(successor))
     assert again.statistics == on.statistics
 
 

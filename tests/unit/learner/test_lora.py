@@ -21,6 +21,7 @@ from headrace.clock import run_virtual
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner.core import LearnerRank, init_ranks, load_model, shutdown_ranks
 from headrace.learner.lora import Adapters, adapter_layout
+from headrace.learner.state_memory import StateMemory
 from headrace.types import Completion, PolicyVersion
 from headrace.updates import Selection
 from headrace.weights.adapters import AdapterReader
@@ -36,9 +37,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "qwen2")
 
 
-def make_rank(path: Path, *, dtype: torch.dtype = torch.float32, writer: Any = None, model: Mapping[str, Any] = LORA, **learner: Any) -> LearnerRank:
+def make_rank(
+    path: Path, *, dtype: torch.dtype = torch.float32, writer: Any = None, memory: Any = None, model: Mapping[str, Any] = LORA, **learner: Any
+) -> LearnerRank:
     settings = make_settings(learner=learner, model={"path": "x", **model})
-    return LearnerRank(path, settings, device="cpu", parameter_dtype=dtype, writer=writer)
+    return LearnerRank(path, settings, device="cpu", parameter_dtype=dtype, writer=writer, memory=memory)
 
 
 def scramble(rank: LearnerRank, seed: int = 0, scale: float = 0.3) -> None:
@@ -299,6 +302,19 @@ def test_the_update_after_a_restore_is_exactly_the_one_that_would_have_been(mode
     assert restored.version == PolicyVersion(1, 2)
     again = restored.learn(make_selection(mixed_trajectories(3)))
     assert all(torch.equal(a, b) for a, b in zip(all_values(rank).values(), all_values(restored).values(), strict=True))
+    assert again.statistics == on.statistics
+
+
+def test_a_copy_in_memory_holds_the_adapters_alone_and_is_exact(model_path: Path) -> None:
+    memory = StateMemory()
+    rank, successor = make_rank(model_path, memory=memory), make_rank(model_path, memory=memory)
+    rank.learn(make_selection(mixed_trajectories(1)))
+    rank.copy()
+    assert b"weight.model.layers.0" in memory.read(PolicyVersion(0, 1)) and b"embed_tokens" not in memory.read(PolicyVersion(0, 1))
+    on = rank.learn(make_selection(mixed_trajectories(2)))
+    successor.load_copy(PolicyVersion(0, 1), lineage=1)
+    again = successor.learn(make_selection(mixed_trajectories(2)))
+    assert all(torch.equal(a, b) for a, b in zip(all_values(rank).values(), all_values(successor).values(), strict=True))
     assert again.statistics == on.statistics
 
 
