@@ -28,7 +28,7 @@ from headrace.roles import EvaluationResult
 from headrace.runtime import hosts
 from headrace.runtime.processes import Alive, RoleProcess
 from headrace.runtime.resumption import Resumption
-from headrace.supervision import Restart, Supervision
+from headrace.supervision import BACK_OFF_SECONDS, Restart, Supervision
 from headrace.types import PolicyVersion, RolloutKey, RolloutRequest, Task, WorkerReport
 from headrace.updates import AdapterLayout, Selection, UpdateResult, WeightUpdate
 from headrace.weights.channel import SharedMemoryChannel
@@ -194,16 +194,28 @@ class Prepared:
 
 
 async def prepare(settings: Settings, code: RecipeCode, progress: StartupProgress) -> Prepared:
-    """Makes or finds the model, in a process of its own."""
-    progress("loading torch and transformers", 0.0)
-    preparation = RoleProcess("preparation", hosts.host_preparation, (settings, code, cache_directory()), core=None)
-    try:
-        await limited_hello(preparation, settings)
-        while isinstance(message := await _limited(preparation.receive(), "preparation said nothing", settings), tuple):
-            progress(*message)
-        return Prepared(model=message["directory"], parameter_bytes=message["parameter_bytes"], adapters=message["adapters"])
-    finally:
-        await preparation.stop(settings.limits.stop_seconds)
+    """Makes or finds the model, in a process of its own; one that is killed is begun again as a role that is lost while it starts."""
+    losses = 0
+    while True:
+        progress("loading torch and transformers", 0.0)
+        preparation = RoleProcess("preparation", hosts.host_preparation, (settings, code, cache_directory()), core=None)
+        try:
+            return await _prepared(preparation, settings, progress)
+        except WorkerLostError as error:
+            losses += 1
+            if not preparation.fell_silent or losses > settings.limits.max_restarts:
+                raise
+            progress(f"begun again: {error.message}", 0.0)
+        finally:
+            await preparation.stop(settings.limits.stop_seconds)
+        await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (losses - 1))
+
+
+async def _prepared(preparation: RoleProcess, settings: Settings, progress: StartupProgress) -> Prepared:
+    await limited_hello(preparation, settings)
+    while isinstance(message := await _limited(preparation.receive(), "preparation said nothing", settings), tuple):
+        progress(*message)
+    return Prepared(model=message["directory"], parameter_bytes=message["parameter_bytes"], adapters=message["adapters"])
 
 
 class Starting:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +111,41 @@ def test_all_ranks_are_made_anew_when_one_is_lost_while_they_meet() -> None:
     ranks, facts, starting = run_virtual(start())
     assert facts == {"name": "learner-0"} and ranks == starts.made[2:] and all(process.stopped for process in starts.made[:2])
     assert [event.role for event in starting.events if isinstance(event, ev.RoleLost | ev.RoleRestarted)] == ["learner", "learner"]
+
+
+class Preparations(Starts):
+    """Stands for the class RoleProcess: each preparation says how far it is before it ends or says what it made."""
+
+    def __call__(self, name: str, *rest: Any, **options: Any) -> Any:
+        process = self.make(False, name)
+        messages: list[Any] = [("warm start", 0.5), {"directory": Path("model"), "parameter_bytes": 8, "adapters": None}]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        process.receive = receive
+        return process
+
+
+def test_a_preparation_that_is_killed_is_begun_again_up_to_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    said: list[str] = []
+
+    def prepare(*endings: Exception | str | None, **limits: Any) -> tuple[Preparations, Callable[[], local_roles.Prepared]]:
+        starts = Preparations(*endings)
+        monkeypatch.setattr(local_roles, "RoleProcess", starts)
+        return starts, lambda: run_virtual(local_roles.prepare(settings(**limits), object(), lambda what, fraction: said.append(what)))  # type: ignore[arg-type]
+
+    starts, go = prepare(KILLED, KILLED, None)
+    assert go().parameter_bytes == 8 and len(starts.made) == 3 and all(process.stopped for process in starts.made)
+    assert sum(KILLED in text for text in said) == 2 and "warm start" in said
+    starts, go = prepare(KILLED, KILLED, max_restarts=1)
+    with pytest.raises(WorkerLostError, match=KILLED):
+        go()
+    starts, go = prepare(ModelError("no tokenizer"))
+    with pytest.raises(ModelError):
+        go()
+    assert len(starts.made) == 1
 
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
