@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 from headrace.config import Settings
 from headrace.errors import ConfigError, Problem
 
-RECIPE_FILE = "recipe.toml"
+RECIPE_FILE, RUN_FILE = "recipe.toml", "config.toml"
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
@@ -53,7 +53,10 @@ class ResolvedSettings:
 
     @property
     def name(self) -> str:
-        """What people call the recipe: its folder's name, or the file's when it is not called recipe.toml."""
+        """What people call the recipe: its folder's name, or the file's when it is not called recipe.toml. The config.toml of a run says it
+        by the place of the recipe's Python."""
+        if self.recipe.name == RUN_FILE and self.task_module.parent != self.recipe.parent:
+            return self.task_module.parent.name
         return self.recipe.parent.name if self.recipe.name == RECIPE_FILE else self.recipe.stem
 
     def anchored(self) -> Settings:

@@ -24,6 +24,7 @@ ROWS = [
     # what is sure before anything is started
     Wrong(did="every prompt longer than the context", kind=KIND, files={"tasks.jsonl": TASKS.replace("ab?", "ab?" * 20)}, says=("task 't", "60 tokens", "rollout.max_tokens is 32", "shorten")),
     Wrong(did="every chat longer than the context", kind=KIND, overrides=("model.path=path",), files={"path/config.json": "{}", "path/tokenizer.json": WORDS, "tasks.jsonl": TASKS.replace('"ab?"', '[{"role": "user", "content": "' + "ab " * 40 + '"}]').replace("prompt", "messages")}, says=("task 't", "40 tokens", "rollout.max_tokens is 32")),
+    Wrong(did="a context beyond the positions of the model in a directory", overrides=("model.path=path", "rollout.max_tokens=128"), files={"path/config.json": '{"max_position_embeddings": 64}'}, says=("rollout.max_tokens is 128", "64 positions", "path/config.json", "Lower rollout.max_tokens")),
     Wrong(did="a reward that returns nothing", kind=KIND, task="def reward(task, answer):\n    pass\n", says=("task.py", "'task:reward' returns nothing", "a finite number")),
     Wrong(did="a reward that is a text", kind=KIND, task="def reward(task, answer):\n    if answer:\n        return '1.0'\n    return ''\n", says=("'task:reward' returns a text, not a number",)),
     Wrong(did="a reward that is a tuple", kind=KIND, task="async def reward(task, answer):\n    return 1.0, {'length': 3}\n", says=("'task:reward' returns a tuple",)),

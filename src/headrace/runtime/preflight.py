@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import logging
 import textwrap
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config import Settings
-from headrace.errors import RecipeError
+from headrace.errors import ConfigError, Problem, RecipeError
 from headrace.recipe import RecipeCode
 from headrace.rollout.evaluation import resolve_evaluate
 from headrace.rollout.user_code import RecipeUserCode
@@ -52,6 +53,7 @@ async def read_recipe(settings: Settings, code: RecipeCode) -> tuple[list[Task],
 
 
 def _read(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]:
+    check_context(settings)
     training, evaluation = split_tasks(settings, code)
     RecipeUserCode(code, settings)
     resolve_evaluate(code, settings)
@@ -65,6 +67,23 @@ def _read(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]
         check_prompts(settings, code, [*evaluation, *training])
         check_lengths(settings, code, training, evaluation)
     return training, evaluation
+
+
+def check_context(settings: Settings) -> None:
+    """rollout.max_tokens must fit the model that model.path names, where that is a directory. Raises ConfigError. (Of a model from scratch
+    the settings say it; of one that is not here yet its role does, once it is loaded.)"""
+    if settings.model.path is None:
+        return
+    file = Path(settings.model.path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        positions = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # no directory, or whatever is wrong with it is told with the model
+        return
+    if isinstance(positions, int) and settings.rollout.max_tokens > positions:
+        message = f"rollout.max_tokens is {settings.rollout.max_tokens}, but the model has {positions} positions ({file}: max_position_embeddings)."
+        limit, remedy = f"at most {positions}", "Lower rollout.max_tokens, or take a model with a longer context."
+        raise ConfigError([Problem(key="rollout.max_tokens", value=settings.rollout.max_tokens, limit=limit, message=message, remedy=remedy)])
 
 
 def check_prompts(settings: Settings, code: RecipeCode, tasks: Sequence[Task]) -> None:

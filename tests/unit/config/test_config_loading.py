@@ -208,6 +208,12 @@ def test_every_shipped_recipe_loads_from_any_directory(tmp_path: Path, monkeypat
         assert resolved.recipe == path and resolved.name == name
 
 
+def test_a_run_that_goes_on_or_is_made_again_has_the_name_of_its_recipe(tmp_path: Path) -> None:
+    resolved = load_settings("door")
+    (tmp_path / "config.toml").write_text(dump_toml(resolved.anchored()), encoding="utf-8")
+    assert load_settings(tmp_path / "config.toml").name == "door"
+
+
 def load_back(settings: Settings, directory: Path) -> Settings:
     (directory / "config.toml").write_text(dump_toml(settings), encoding="utf-8")
     (directory / "task.py").touch()
