@@ -172,7 +172,11 @@ class WarmStartSettings(Section):
 
 class TaskSettings(Section):
     module: str = Field("task.py", description="The recipe's Python file, relative to the recipe; it is imported: your own code.")
-    source: str | None = Field(None, description="Tasks: a JSONL file (one task a line: id, data or its keys, kind) or `task:function`, an iterable of tasks.")
+    source: str | None = Field(
+        None,
+        description="Tasks: a JSONL or Parquet file (a line or row each: id, data or its keys, kind), a Hugging Face dataset `hf:NAME[:SPLIT]` or "
+        "`hf:NAME:CONFIGURATION:SPLIT`, or `task:function`, an iterable of tasks.",
+    )
     environment: str | None = Field(None, description="`task:Class` or `task:function` that makes an environment; none: one-step tasks with `prompt`.")
     reward: str | None = Field(None, description="`task:function(task, answer) -> float`, of one-step tasks or added to the environment's rewards at the end.")
     evaluation_source: str | None = Field(
@@ -496,11 +500,15 @@ class Settings(Section):
         if self.model.architecture is not None and "model_type" not in self.model.architecture:
             broken.append(("model.architecture", "model_type is missing", "Name one, for example 'qwen2'."))
         if self.task.source is None:
-            broken.append(("task.source", "no tasks", "Name a JSONL file or `task:function`."))
+            broken.append(("task.source", "no tasks", "Name a JSONL or Parquet file, `hf:NAME` or `task:function`."))
         if self.task.environment is None and self.task.reward is None:
             broken.append(("task.reward", "nothing grades the answers", "Name a reward function or an environment."))
         if self.rollout.max_action_tokens >= self.rollout.max_tokens:
             broken.append(("rollout.max_action_tokens", f"must be below rollout.max_tokens ({self.rollout.max_tokens})", "Lower it or raise the other."))
+        positions = (self.model.architecture or {}).get("max_position_embeddings")
+        if isinstance(positions, int) and not from_elsewhere and self.rollout.max_tokens > positions:
+            limit = f"must be at most model.architecture.max_position_embeddings ({positions}), the model's longest context"
+            broken.append(("rollout.max_tokens", limit, "Lower it or raise the other."))
         for rule in self.marks.rules:
             try:
                 parse_rule(rule)

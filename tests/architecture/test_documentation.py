@@ -1,4 +1,4 @@
-"""The documents name what exists: the tree of the README, the commands, each other."""
+"""The documents name what exists: modules, packages, commands, each other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from headrace.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+
+
+def tree_below_source(document: str) -> str:
+    """Its lines below src/headrace."""
+    block = next(block for block in document.split("```") if "src/headrace/\n" in block)
+    return block.partition("src/headrace/\n")[2].partition("\ntests/")[0]
 
 
 def tree_files() -> set[str]:
-    """Paths below src/headrace that the README's tree names."""
-    block = next(block for block in README.split("```") if "src/headrace/\n" in block)
+    """Paths below src/headrace that the architecture's tree names."""
     found: set[str] = set()
     folder = ""
-    for line in block.partition("src/headrace/\n")[2].partition("\ntests/")[0].splitlines():
+    for line in tree_below_source(ARCHITECTURE).splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         names = re.findall(r"[a-z_/]*[a-z_](?:\.py|/)(?=\s|$)", line)
         if depth == 1:
@@ -26,10 +32,15 @@ def tree_files() -> set[str]:
     return found
 
 
-def test_readme_names_every_module_and_no_other() -> None:
+def test_the_architecture_names_every_module_and_no_other() -> None:
     package = ROOT / "src" / "headrace"
     modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if not path.name.startswith("__")}
-    assert tree_files() == modules
+    assert tree_files() == modules, "ARCHITECTURE.md has a tree with a line for each module"
+
+
+def test_readme_names_every_package_and_no_other() -> None:
+    packages = {path.name for path in (ROOT / "src" / "headrace").iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert set(re.findall(r"^  ([a-z_]+)/", tree_below_source(README), flags=re.MULTILINE)) == packages
 
 
 def test_documents_show_only_commands_that_exist() -> None:

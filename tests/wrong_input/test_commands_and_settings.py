@@ -43,6 +43,7 @@ ROWS = [
     Wrong(did="more minibatches than groups", overrides=("learner.num_minibatches=3",), says=("learner.num_minibatches", "only 2 groups", "more groups")),
     Wrong(did="asynchronous on shared devices", overrides=("run.placement=colocated",), says=("run.placement", "cannot sample and learn at once", "run.mode = 'sync'")),
     Wrong(did="an action as long as the trajectory", overrides=("rollout.max_action_tokens=32",), says=("rollout.max_action_tokens", "32", "below rollout.max_tokens")),
+    Wrong(did="a context beyond the positions of a model from scratch", overrides=("rollout.max_tokens=128",), says=("rollout.max_tokens", "128", "at most model.architecture.max_position_embeddings (64)", "Lower it")),
     Wrong(did="half of decoupled PPO", overrides=("learner.loss=decoupled_ppo",), says=("learner.correction", "belong together", "both or neither")),
     Wrong(did="sampled steps under ratios of trajectories", overrides=("learner.unmarked_fraction=0.5", "learner.loss=gspo"), says=("learner.unmarked_fraction", "needs all its steps", "Use 1")),
     Wrong(did="no task.py", files={"task.py": None}, says=("task.module", "'task.py'", "Create it")),

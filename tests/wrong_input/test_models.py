@@ -24,7 +24,6 @@ ROWS = [
     Wrong(did="a misspelt key of the architecture", kind=KIND, edits=(("hidden_size", "hiden_size"),), says=("model.architecture", "'hiden_size'", "Did you mean 'hidden_size'?")),
     Wrong(did="an architecture that cannot be built", kind=KIND, edits=(("hidden_size = 16", "hidden_size = 17"),), says=("model.architecture", "17")),
     Wrong(did="a character twice in the alphabet", kind=KIND, edits=(('"abc?"', '"abca?"'),), says=("model.characters", "'a'", "more than once")),
-    Wrong(did="a context beyond the model's positions", kind=KIND, overrides=("rollout.max_tokens=128",), says=("128", "64", "rollout.max_tokens", "model.architecture.max_position_embeddings")),
     Wrong(did="a KV cache too small for one sequence", kind=KIND, edits=(("hidden_size = 16, ", "hidden_size = 512, "), ("max_tokens = 32", "max_tokens = 64")), overrides=("sampler.kv_memory_bytes=65536",), says=("sampler.kv_memory_bytes", "65536")),
     Wrong(did="demonstrations outside the alphabet", kind="RecipeError", overrides=("warm_start.demonstrations=task:demos", "warm_start.num_updates=2"), task="def demos():\n    yield 'ab?', 'xyz'\n", says=("'xyz'", "model.characters")),
     Wrong(did="demonstrations that raise", kind="RecipeError", overrides=("warm_start.demonstrations=task:demos", "warm_start.num_updates=2"), task="def demos():\n    raise OSError('no file')\n    yield\n", says=("task:demos", "OSError: no file", "line 8 of task.py")),

@@ -45,6 +45,7 @@ BROKEN: tuple[dict[str, dict[str, Any]], ...] = (
     {"task": {"source": None}},
     {"task": {"reward": None}},
     {"rollout": {"max_tokens": 128, "max_action_tokens": 128}},
+    {"model": {"path": None, "characters": "ab", "architecture": {"model_type": "llama", "max_position_embeddings": 64}}},
     {"marks": {"rules": ["observation:[1-4"]}},
     {"evaluation": {"samples_per_task": 0}},
 )

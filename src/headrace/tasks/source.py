@@ -1,7 +1,7 @@
-"""Tasks: from a JSONL file or a function of the recipe, in a seeded order, epoch after epoch.
+"""Tasks: from a file, a Hugging Face dataset or a function of the recipe, in a seeded order, epoch after epoch.
 
-A JSONL file has one object a line: `id`, optionally `kind`, and either `data` (an object) or the data's keys beside them. A function
-yields Task records or such objects. Everything is read before the run starts, so that every mistake shows then, with its place.
+What files hold is said in files.py; a function yields Task records or such objects. Everything is read before the run starts, so that every
+mistake shows then, with its place, and the order of an epoch, and with it any position in it, is known.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 from headrace.config import Settings
 from headrace.errors import ConfigError, Problem, RecipeError
 from headrace.recipe import RecipeCode
+from headrace.tasks.files import HUB, read_dataset, read_file
 from headrace.types import Task
 
 MAX_GENERATED_TASKS = 100_000
@@ -74,17 +74,21 @@ def evaluation_tasks(settings: Settings, code: RecipeCode) -> list[Task]:
 
 
 def load_tasks(reference: str, code: RecipeCode, *, setting: str = "task.source") -> list[Task]:
-    """All tasks of a JSONL file (relative to the recipe) or of `MODULE:FUNCTION`; ids are unique and there is at least one task.
+    """All tasks of a JSONL or Parquet file (relative to the recipe), of a Hugging Face dataset (`hf:NAME`) or of `MODULE:FUNCTION`; ids are
+    unique and there is at least one task.
 
-    Raises ConfigError when there is no such file, RecipeError naming file, line and key when its content is wrong.
+    Raises ConfigError when there is no such file or dataset, RecipeError naming file, line and key when its content is wrong.
     """
-    if _names_function(reference, code):
+    if reference.startswith(HUB):
+        origin = reference
+        numbered = read_dataset(reference, setting)
+    elif _names_function(reference, code):
         origin = f"{code.path}: '{reference}'"
         numbered = _from_function(code, reference, origin)
     else:
         path = code.path.parent / reference
         origin = str(path)
-        numbered = _from_file(path, reference, setting)
+        numbered = read_file(path, reference, setting)
     tasks: list[Task] = []
     places: dict[str, str] = {}
     for place, item in numbered:
@@ -101,7 +105,15 @@ def load_tasks(reference: str, code: RecipeCode, *, setting: str = "task.source"
 def split_tasks(settings: Settings, code: RecipeCode) -> tuple[list[Task], list[Task]]:
     """(training, evaluation). One reading of the source: of a function that is not deterministic, two readings could overlap."""
     if settings.task.source is None:
-        raise ConfigError([Problem(message="task.source is not set: there are no tasks.", key="task.source", remedy="Name a JSONL file or `task:function`.")])
+        raise ConfigError(
+            [
+                Problem(
+                    message="task.source is not set: there are no tasks.",
+                    key="task.source",
+                    remedy="Name a JSONL or Parquet file, `hf:NAME` or `task:function`.",
+                )
+            ]
+        )
     tasks = load_tasks(settings.task.source, code)
     wanted = settings.evaluation.num_tasks
     if settings.task.evaluation_source is not None:
@@ -125,30 +137,6 @@ def _names_function(reference: str, code: RecipeCode) -> bool:
     """`task:function` is a function, anything else a file."""
     stem, colon, _ = reference.partition(":")
     return bool(colon) and (stem == code.path.stem or not (code.path.parent / reference).exists()) and "/" not in stem and "." not in stem
-
-
-def _from_file(path: Path, reference: str, setting: str) -> Iterator[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        broken_line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise RecipeError(f"{path}, line {broken_line}: not UTF-8 text ({error.reason}).", remedy="Save the file as UTF-8.") from error
-    except OSError as error:
-        message = f"{setting} names '{reference}', but {path} cannot be read ({error.strerror})."
-        problem = Problem(message=message, key=setting, value=reference, remedy="Paths are relative to the recipe; functions are written `task:function`.")
-        raise ConfigError([problem]) from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
-            raise RecipeError(f"{path}, line {number}: not JSON ({error}).", remedy="Write one JSON object a line.") from error
-        yield f"line {number}", item
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _from_function(code: RecipeCode, reference: str, origin: str) -> Iterator[tuple[str, Any]]:
