@@ -48,6 +48,8 @@ RECENT_ERRORS = 1.0
 """Standard errors that it may lie under the best level: to save later costs little, to go back to bad weights everything."""
 LASTING = 2
 """Times governor.patience_updates: updates in a row that miss a target, after which a run that may go back does."""
+COLLAPSE_TOKENS = 500
+"""Trained tokens that collapsed updates in a row hold at least when they count as failure: of fewer, one strange token can make the sample size."""
 MAX_SKIPPED = 10
 """Times learner.max_refused_updates in a row: so many end a run that skips them, too."""
 
@@ -175,6 +177,7 @@ class Governor:
         self._reward = RewardWatch(drop=self._rules.reward_drop, batches=REWARD_BATCHES, state=state.get("reward"), recent=counted.get("recent", ()))
         self._refused: int = counted.get("refused", 0)
         self._collapsed: int = counted.get("collapsed", 0)
+        self._collapsed_tokens: int = counted.get("collapsed_tokens", 0)
         self._missed: int = counted.get("missed", 0)
         self._refused_of: deque[bool] = deque(counted.get("refused_of", ()), maxlen=4 * self._max_refused)
         self._flushed_batches: int = counted.get("flushed_batches", 0)
@@ -228,7 +231,8 @@ class Governor:
     def state(self) -> dict[str, Any]:
         """What another one of the same run goes on from, as JSON values."""
         counted = {
-            "recent": self._reward.recent, "refused": self._refused, "collapsed": self._collapsed, "missed": self._missed,
+            "recent": self._reward.recent, "refused": self._refused, "collapsed": self._collapsed,
+            "collapsed_tokens": self._collapsed_tokens, "missed": self._missed,
             "refused_of": list(self._refused_of), "flushed_batches": self._flushed_batches, "off_target": self._off_target,
             "empty_rewards": list(self._empty_rewards),
         }  # fmt: skip
@@ -248,7 +252,9 @@ class Governor:
 
     def _judge(self, version: PolicyVersion, statistics: UpdateStatistics) -> None:
         rules, size, kl = self._rules, statistics.effective_sample_size, statistics.kl_sampler_learner
-        self._collapsed = self._collapsed + 1 if size < rules.collapse_sample_size or kl > rules.collapse_kl else 0
+        collapsed = size < rules.collapse_sample_size or kl > rules.collapse_kl
+        self._collapsed = self._collapsed + 1 if collapsed else 0
+        self._collapsed_tokens = self._collapsed_tokens + statistics.trained_tokens if collapsed else 0
         missed = size < rules.target_sample_size or kl > rules.target_kl
         self._missed, self._off_target = self._missed + 1 if missed else 0, missed
         if not self._adapts:
@@ -281,9 +287,9 @@ class Governor:
             self._fail(version, reason, result.statistics)
 
     def _judge_collapse(self, version: PolicyVersion, statistics: UpdateStatistics | None) -> None:
-        if self._collapsed < self._rules.collapse_updates:
+        if self._collapsed < self._rules.collapse_updates or self._collapsed_tokens < COLLAPSE_TOKENS:
             return
-        count, self._collapsed = self._collapsed, 0
+        count, self._collapsed, self._collapsed_tokens = self._collapsed, 0, 0
         limits = f"effective sample size {self._rules.collapse_sample_size:g} or KL {self._rules.collapse_kl:g}"
         batches = "updates in a row were" if statistics is not None else "batches in a row were without signal or"
         self._fail(version, f"{count} {batches} beyond {limits}", statistics)

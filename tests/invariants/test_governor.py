@@ -17,7 +17,7 @@ from headrace.updates import Selection
 
 TASKS = [scripted_task(f"t{index}", answers=1 + index % 3, wait_seconds=[0.0, 0.3, 2.0][index % 3], reward=index % 2) for index in range(6)]
 FAR = {"effective_sample_size": 0.3, "kl_sampler_learner": 0.2}
-COLLAPSED = {"effective_sample_size": 0.05, "kl_sampler_learner": 2.0}
+COLLAPSED = {"effective_sample_size": 0.05, "kl_sampler_learner": 2.0, "trained_tokens": 500}
 NOWHERE = Path("/nowhere")
 
 

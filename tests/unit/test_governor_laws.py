@@ -192,6 +192,30 @@ def test_a_governor_that_was_kept_in_between_does_what_one_that_never_stopped_do
 # --- failure
 
 
+@pytest.mark.parametrize(("tokens", "failed_at"), [(5000, 3), (167, 3), (40, 13)])
+def test_collapsed_updates_of_few_tokens_count_as_failure_only_together(tokens: int, failed_at: int) -> None:
+    """One strange token among forty makes a sample size of a tenth; among five hundred it does not."""
+
+    async def main() -> None:
+        settings = run_settings()
+        governor = Governor(settings, ExperiencePool(settings), RecordingLog(), restore=None)
+        for number in range(1, failed_at + 1):
+            with pytest.raises(DivergedError, match=f"{failed_at} updates in a row") if number == failed_at else nullcontext():
+                governor.updated(update(effective_sample_size=0.05, trained_tokens=tokens), 0.5)
+
+    run_virtual(main())
+
+
+def test_an_update_in_between_that_is_well_begins_the_count_anew() -> None:
+    async def main() -> None:
+        settings = run_settings()
+        governor = Governor(settings, ExperiencePool(settings), RecordingLog(), restore=None)
+        for number in range(60):
+            governor.updated(update(effective_sample_size=0.9 if number % 12 == 11 else 0.05, trained_tokens=40), 0.5)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(("reward", "fails"), [(0.9, False), (0.1, True)])
 def test_batches_without_signal_after_a_collapse_count_only_where_the_reward_is_lower(reward: float, fails: bool) -> None:
     """A run that has solved its tasks has such batches, and now and then an update in which one token outweighs all."""
@@ -212,5 +236,5 @@ def test_batches_without_signal_after_a_collapse_count_only_where_the_reward_is_
 def update(**numbers: float) -> UpdateResult:
     return UpdateResult(
         selection_id=0, version_before=PolicyVersion(0, 0), version_after=PolicyVersion(0, 1), outcomes=(),
-        statistics=replace(statistics({0: 4}), **numbers), refused=None, seconds=1.0, busy_seconds=1.0,
+        statistics=replace(statistics({0: 4}), **{"trained_tokens": 500, **numbers}), refused=None, seconds=1.0, busy_seconds=1.0,
     )  # fmt: skip
