@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 from headrace.config import Settings
@@ -16,6 +17,8 @@ from headrace.errors import ConfigError, Problem, RunDirectoryError
 
 EVENTS = "events.jsonl"
 _OPTION = "--run-dir"
+_LOOKS, _LOOK_SECONDS = 10, 0.02
+"""How often a lock is tried before it counts as held by a run, and the pause between."""
 
 
 class RunDirectory:
@@ -73,7 +76,7 @@ class RunDirectory:
             message = f"run directory '{self.path}' cannot be written: {error.strerror}."
             raise ConfigError([Problem(key="RUN", value=str(self.path), limit="a directory that you may write to", message=message)]) from error
         try:
-            _lock(descriptor)
+            _lock_for_long(descriptor)
         except BlockingIOError:
             os.close(descriptor)
             message = f"run '{self.path}' is going on: another process is writing there."
@@ -101,7 +104,7 @@ class RunDirectory:
     def _take(self, settings: Settings) -> None:
         assert self._descriptor is not None
         try:
-            _lock(self._descriptor)
+            _lock_for_long(self._descriptor)
             self.checkpoints.mkdir()  # only one of two can make it, also where the file system knows no locks
         except (BlockingIOError, FileExistsError):
             raise _refused(self.path, "is in use: another run is writing there") from None
@@ -161,6 +164,16 @@ def _lock(descriptor: int) -> bool:
     except OSError:  # some network file systems know no locks on directories
         return False
     return True
+
+
+def _lock_for_long(descriptor: int) -> None:
+    """As `_lock`, but somebody who only looks (`is_held`) has it for a moment: it is no run that goes on."""
+    for _ in range(_LOOKS - 1):
+        with contextlib.suppress(BlockingIOError):
+            _lock(descriptor)
+            return
+        time.sleep(_LOOK_SECONDS)
+    _lock(descriptor)
 
 
 def _refused(path: Path, what: str, shown: str | None = None, *, limit: str = "a new or empty directory") -> ConfigError:
