@@ -53,14 +53,21 @@ class RecipeCode:
         """`ValueError: no such word (line 12 of task.py)`: type, message and the innermost place in the recipe's file."""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self.path)]
         place = f" (line {lines[-1]} of {self.path.name})" if lines and not isinstance(error, SyntaxError) else ""
-        return f"{type(error).__name__}: {error}{place}" if str(error) else f"{type(error).__name__}{place}"
+        try:
+            message = str(error)
+        except Exception:
+            message = "(its message cannot be shown)"
+        return f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}"
 
     def digest(self) -> str:
         """Hash of the module's text and the options: caches key on it."""
         return hashlib.sha256(self.path.read_bytes() + repr(sorted(self.options.items())).encode()).hexdigest()
 
     def _with_options(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(function).parameters
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:  # written in C: it does not say what it takes
+            return function
         bound = {key: value for key, value in self.options.items() if key in parameters}
         return partial(function, **bound) if bound else function
 
@@ -75,8 +82,10 @@ class RecipeCode:
             sys.modules[name] = module
             try:
                 spec.loader.exec_module(module)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # a panic of a library written in Rust is no Exception
                 del sys.modules[name]
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 raise RecipeError(f"{self.path}: importing it raised {self.described(error)}.", remedy=_import_remedy(error)) from error
             self._module = module
         return self._module

@@ -25,7 +25,8 @@ from headrace.runtime.simulated import simulate
 _DRAWS = 9
 _INPUTS = ("decode", "learn", "answers", "learning")
 _SIMULATION_ERROR = 0.12
-"""Relative, of forecasts for other setups than the one profiled: a median error of 8 % (benchmarks/planner_here.py). 5 % for that one itself (planner_check.py)."""
+"""Relative, of forecasts for other setups than the one profiled, whose median error was 8 % (benchmarks/planner_here.py). For that one itself it
+would be 5 % (planner_check.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ def broken_completion(completion: Completion) -> str | None:
     return None
 
 
-def text_of(error: Exception) -> str:
+def text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, UserCallError) else describe_exception(error)
 
 

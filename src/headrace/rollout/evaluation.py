@@ -129,7 +129,10 @@ class EvaluatorCore:
             found = await self._evaluate(PinnedPolicy(pinned, self._tokenizer, self._sampler), list(tasks))
         except HeadraceError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the evaluation was cancelled, not something that the recipe awaits
             raise RecipeError(f"task.evaluate '{name}' raised {describe_exception(error)}.") from error
         return _checked_metrics(found, str(name))
 

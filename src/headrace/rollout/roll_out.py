@@ -175,7 +175,7 @@ class Rollout:
         """Raises RolloutEnded for every end but the regular ones."""
         try:
             environment = self.environment = self.user_code.open_environment(self.request.key)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RolloutEnded(EndReason.ENVIRONMENT_ERROR, f"making the environment failed: {text_of(error)}") from error
         if self._rule is not None:
             self.rewind = Rewind.NONE if environment is None else rewind_of(environment)

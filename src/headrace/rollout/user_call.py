@@ -122,6 +122,16 @@ async def call_on_loop(function: Callable[..., Awaitable[T]], *arguments: Any, n
         raise UserCallError(f"{name} raised {describe_exception(error)}{suffix}") from error
     except SystemExit as error:
         raise UserCallError(f"{name} called exit({error.code})") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # nobody cancelled the rollout: its task would end without a trajectory, and its member would be in flight for ever
+        raise UserCallError(f"{name} raised {describe_exception(error)}: something that it awaited was cancelled") from error
+    except (GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a panic of a library written in Rust is no Exception
+        raise UserCallError(f"{name} raised {describe_exception(error)}") from error
 
 
 class LoopEnvironment:
@@ -180,8 +190,10 @@ class _Call:
         return self._expired
 
     def expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
+        """Once: told so a second time, it would look as if somebody else had cancelled it."""
+        if not self._expired:
+            self._expired = True
+            self._task.cancel()
 
     def __await__(self) -> Generator[Any, Any, None]:
         """Goes on from that first wait. Raises TimeoutError at the limit."""

@@ -191,7 +191,7 @@ def _environment_kind(recipe: RecipeCode, reference: str, make: Callable[..., An
     else:
         try:
             kind = make()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RecipeError(f"{recipe.path}: '{reference}' raised {describe_exception(error)}.") from error
     for method in ("reset", "step"):
         if not callable(getattr(kind, method, None)):

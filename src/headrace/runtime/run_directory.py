@@ -17,8 +17,8 @@ from headrace.errors import ConfigError, Problem, RunDirectoryError
 
 EVENTS = "events.jsonl"
 _OPTION = "--run-dir"
-_LOOKS, _LOOK_SECONDS = 10, 0.02
-"""How often a lock is tried before it counts as held by a run, and the pause between."""
+_LOOK_SECONDS = 0.2
+"""A lock that is held for longer is held by a run."""
 
 
 class RunDirectory:
@@ -168,12 +168,16 @@ def _lock(descriptor: int) -> bool:
 
 def _lock_for_long(descriptor: int) -> None:
     """As `_lock`, but somebody who only looks (`is_held`) has it for a moment: it is no run that goes on."""
-    for _ in range(_LOOKS - 1):
-        with contextlib.suppress(BlockingIOError):
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
             _lock(descriptor)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            os.sched_yield()
+        else:
             return
-        time.sleep(_LOOK_SECONDS)
-    _lock(descriptor)
 
 
 def _refused(path: Path, what: str, shown: str | None = None, *, limit: str = "a new or empty directory") -> ConfigError:

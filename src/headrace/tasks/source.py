@@ -203,5 +203,5 @@ def _check_json(data: Mapping[str, Any], place: str) -> None:
             raise RecipeError(f"{place}: the data's key {key!r} is a {type(key).__name__}.", remedy="Use texts as keys.")
         try:
             json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:  # the last: lists in lists without end
             raise RecipeError(f"{place}: the value of '{key}' is not JSON ({error}).", remedy="Use texts, numbers, booleans, lists and objects.") from error

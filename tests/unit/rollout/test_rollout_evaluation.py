@@ -43,6 +43,12 @@ async def evaluate(policy, tasks):
     scores = await policy.score([policy.tokenizer.encode("abc"), [1]])
     await asyncio.sleep(10.0)
     return {"success": len(tasks) / 10, "tokens": len(scores[0]), "empty": len(scores[1]), "version": policy.version.number}
+async def leaving(policy, tasks):
+    raise SystemExit(0)
+async def cancelling(policy, tasks):
+    waiting = asyncio.ensure_future(asyncio.sleep(1))
+    waiting.cancel()
+    await waiting
 async def raising(policy, tasks):
     raise ValueError("no metric")
 async def per_task(policy, tasks):
@@ -153,6 +159,8 @@ def test_values_of_each_task_become_a_mean_with_its_interval(tmp_path: Path) -> 
     ("function", "told"),
     [
         ("raising", "raised ValueError: no metric (task.py:"),
+        ("leaving", "raised SystemExit"),
+        ("cancelling", "raised CancelledError"),
         ("number", "returned a float"),
         ("nan", "returned 'success': nan"),
         ("empty_list", "returned 'success': []"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -109,3 +110,61 @@ def test_a_function_that_hands_out_any_awaitable_may_be_called() -> None:
         return await call_on_loop(hand_out, name="hand_out", watch=CallWatch(LIMIT_SECONDS))
 
     assert run_virtual(main()) == "later"
+
+
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+async def awaits_what_is_cancelled() -> None:
+    waiting = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_later(1, waiting.cancel)
+    await waiting
+
+
+async def is_cancelled_at_once() -> None:
+    raise asyncio.CancelledError
+
+
+async def panics() -> None:
+    raise Panic("index out of bounds")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (awaits_what_is_cancelled, "raised CancelledError"),
+        (is_cancelled_at_once, "something that it awaited was cancelled"),
+        (panics, "raised Panic: index out of bounds"),
+    ],
+)
+def test_whatever_a_call_raises_by_itself_is_its_failure_and_ends_nobody_else(function: Callable[[], Awaitable[None]], says: str) -> None:
+    async def main() -> str:
+        with pytest.raises(UserCallError) as caught:
+            await call_on_loop(function, name="call", watch=CallWatch(LIMIT_SECONDS))
+        return caught.value.message
+
+    assert says in run_virtual(main())
+
+
+def test_a_call_that_ignores_its_limit_once_is_not_cancelled_again_by_the_limit_of_another() -> None:
+    watch = CallWatch(LIMIT_SECONDS)
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(10)
+
+    async def other() -> None:
+        await asyncio.sleep(2)
+        with pytest.raises(UserCallError):
+            await call_on_loop(answer_after, 60.0, name="answer_after", watch=watch)
+
+    async def main() -> float:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(other())
+            await call_on_loop(stubborn, name="stubborn", watch=watch)
+        return now()
+
+    assert run_virtual(main()) == LIMIT_SECONDS + 10

@@ -133,6 +133,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
         ("return [{'id': 'a'}, {'id': 'a'}]", "task number 2: id 'a' was already used (task number 1)"),
         ("return [{'id': 'a', 'x': {1, 2}}]", "task number 1: the value of 'x' is not JSON"),
         ("return [{'id': 'a', 'x': float('nan')}]", "task number 1: the value of 'x' is not JSON"),
+        ("deep = []\n    for _ in range(100_000):\n        deep = [deep]\n    return [{'id': 'a', 'x': deep}]", "task number 1: the value of 'x' is not JSON"),
         ("return [Task(id='a', data={3: 4})]", "task number 1: the data's key 3 is a int"),
         ("yield {'id': 'a'}\n    raise KeyError('gone')", "task number 2: it raised KeyError"),
     ],
