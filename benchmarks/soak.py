@@ -28,7 +28,8 @@ import numpy as np
 
 from flat import PAGE, resident_bytes, trend
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+sys.path.insert(0, TESTS)
 
 from fakes.hosts import install_scripted_roles
 from headrace.config_loading import load_settings
@@ -81,6 +82,8 @@ class Probe:
 
 
 def main() -> None:
+    # the forkserver loads the scripted roles by itself
+    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--json", type=Path)
