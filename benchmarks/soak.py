@@ -28,8 +28,7 @@ import numpy as np
 
 from flat import PAGE, resident_bytes, trend
 
-TESTS = str(Path(__file__).resolve().parents[1] / "tests")
-sys.path.insert(0, TESTS)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from fakes.hosts import install_scripted_roles
 from headrace.config_loading import load_settings
@@ -83,7 +82,7 @@ class Probe:
 
 def main() -> None:
     # the forkserver loads the scripted roles by itself
-    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--json", type=Path)
